@@ -1,0 +1,138 @@
+"""Where keys and values live: recursion-wise, shared, shared with update (paper section 2.2.2).
+
+Recursion-wise, each step has keys of its own, made by the tokens active in it. Shared, they are made
+where a physical layer is first used, by all tokens, and reused wherever it is used again. With
+update, a later step sees the shared rows with those of its active tokens replaced by fresh ones, for
+that step alone. A forward pass over whole sequences keeps them in `PassKV`, generation in `KVCache`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import Ragged, depth_attention
+
+
+class PassKV:
+    """Keys and values of one forward pass over whole sequences; nothing outlives the pass."""
+
+    def __init__(self, config):
+        self.config = config
+        self.made = {}  # unrolled layer -> keys, values and their rows
+
+    def begin(self, rows: Ragged) -> None:
+        self.all_rows = rows
+
+    def enter(self, rows: Ragged, step: int | None) -> None:
+        """The layers from here on run on these rows."""
+        self.rows = rows
+
+    def makes_keys(self, layer: int) -> bool:
+        return self.config.makes_keys(layer)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        """Attention (n, H, D) of unrolled layer `layer`; k and v are None where it reuses older ones."""
+        source = self.config.first_use[layer]
+        if self.config.kv_mode == "recursion":
+            return depth_attention(q, k, v, self.rows, self.rows)
+        if source == layer:
+            self.made[layer] = k, v
+        else:
+            shared_k, shared_v = self.made[source]
+            if k is not None and self.rows.index is not None:
+                k = shared_k.index_copy(0, self.rows.index, k)
+                v = shared_v.index_copy(0, self.rows.index, v)
+            elif k is None:
+                k, v = shared_k, shared_v
+        everyone = self.rows.index is None
+        return depth_attention(q, k, v, self.rows, self.rows if everyone else self.all_rows)
+
+    def commit(self) -> None:
+        self.made.clear()
+
+
+class KVCache:
+    """Keys and values of `n_seq` growing sequences of up to `max_len` tokens each.
+
+    A layer that makes keys stores them in a tensor (n_seq, max_len, Hkv, D). Recursion-wise, a step's
+    rows are those of its active tokens back to back, and a token sees as many as were stored up to
+    itself. Shared, row j is position j, and a token sees the rows up to its own position.
+
+    Shared with update stores one full-length tensor per layer and step: the rows of the first use, with
+    those of the step's active tokens replaced. What a token saw in training is then one contiguous
+    range; to store the replaced rows alone would save (R-1)/2R of it, but every decoded token would
+    have to merge two lists by position.
+    """
+
+    def __init__(self, config, n_seq: int, max_len: int, device="cpu", dtype=torch.float32):
+        self.config = config
+        self.shape = (n_seq, max_len, config.n_kv_head, config.head_dim)
+        self.k, self.v = {}, {}  # unrolled layer -> stored keys, values; allocated when first made
+        self.step = {}  # unrolled layer -> the recursion step that it stores for
+        self.device, self.dtype = device, dtype
+        # Tokens stored per sequence, by each recursion step and (None) by the layers outside of it.
+        self.stored = {
+            s: torch.zeros(n_seq, dtype=torch.long, device=device)
+            for s in (None, *range(config.n_recursion))
+        }
+        self.seen = torch.zeros(n_seq, dtype=torch.long, device=device)  # (n_seq,) tokens so far
+
+    def begin(self, rows: Ragged) -> None:
+        """Opens a call with new tokens, at positions `seen` and up of every sequence."""
+        self.new = rows.sequence(), rows.pos
+        self.added = {}
+
+    def enter(self, rows: Ragged, step: int | None) -> None:
+        sequence, counts = rows.sequence(), rows.cu_seqlens.diff()
+        rank = torch.arange(len(sequence), device=sequence.device) - rows.cu_seqlens[sequence]
+        self.current, self.added[step] = step, counts
+        place = rank + self.stored[step][sequence] if self.config.kv_mode == "recursion" else rows.pos
+        self.place = sequence, place
+        # Queries are padded to (B, T); a padded one sees one key, and nobody reads what it gets.
+        self.padded = sequence, rank
+        visible = torch.ones(len(counts), int(counts.max()), dtype=torch.long, device=self.device)
+        visible[self.padded] = place + 1
+        self.n_key = int(visible.max())
+        self.mask = torch.arange(self.n_key, device=self.device) < visible[:, None, :, None]
+
+    def makes_keys(self, layer: int) -> bool:
+        return self.config.makes_keys(layer)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        if k is not None:
+            self.store(layer, k, v)
+        source = layer if k is not None else self.config.first_use[layer]
+        q_padded = q.new_zeros(self.mask.shape[0], self.mask.shape[2], *q.shape[1:])
+        q_padded[self.padded] = q
+        y = F.scaled_dot_product_attention(
+            q_padded.transpose(1, 2),
+            self.k[source][:, : self.n_key].transpose(1, 2).to(q.dtype),
+            self.v[source][:, : self.n_key].transpose(1, 2).to(q.dtype),
+            self.mask,
+            enable_gqa=True,
+        )
+        return y.transpose(1, 2)[self.padded]
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        source = self.config.first_use[layer]
+        for cache, fresh in ((self.k, k), (self.v, v)):
+            if layer not in cache:
+                cache[layer] = torch.zeros(self.shape, device=self.device, dtype=self.dtype)
+            if self.config.kv_mode == "shared_update" and source != layer:
+                cache[layer][self.new] = cache[source][self.new]
+            cache[layer][self.place] = fresh.to(self.dtype)
+        self.step[layer] = self.current
+
+    def commit(self) -> None:
+        """Closes the call: its tokens count as stored from here on."""
+        for step, counts in self.added.items():
+            self.stored[step] += counts
+        self.seen += self.new[0].bincount(minlength=len(self.seen))
+
+    def bytes_in_use(self) -> int:
+        """Bytes of all stored keys and values."""
+        if self.config.kv_mode == "recursion":
+            rows = sum(int(self.stored[step].sum()) for step in self.step.values())
+        else:
+            rows = int(self.seen.sum()) * len(self.step)
+        return rows * 2 * self.config.n_kv_head * self.config.head_dim * self.dtype.itemsize

@@ -1,0 +1,185 @@
+"""Settings of a run: `train.py [config/file.py] [--key=value …]`, read without running any code.
+
+A setting is a field of ModelConfig (modelconfig.py) or of TrainConfig (below); its default, type and
+line of help stand there. Later sources win: preset, config file, command line. A config file holds
+plain assignments of literals. Unknown keys and wrong types are refused with the nearest known key.
+"""
+
+import ast
+import difflib
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from modelconfig import PRESETS, ModelConfig, preset, setting
+
+
+@dataclass
+class TrainConfig:
+    preset: str = setting("", "published size, as mor-135m: " + ", ".join(PRESETS))
+    out_dir: str = setting("out", "folder of checkpoint and metrics.jsonl")
+    dataset: str = setting("pystdlib", "folder below data/ with the prepared shards")
+    resume: bool = setting(False, "go on from the checkpoint in out_dir")
+    seed: int = setting(1337, "seed of weights, batches and random routing")
+    batch_size: int = setting(0, "sequences per process and pass; 0: 16 on a CPU, 64 on a GPU")
+    gradient_accumulation_steps: int = setting(1, "forward and backward passes per optimizer step")
+    max_iters: int = setting(1000, "budget in optimizer steps")
+    max_tokens: int = setting(0, "budget in tokens, instead of max_iters")
+    max_flops: float = setting(0.0, "budget in FLOPs as the paper counts, instead of max_iters")
+    learning_rate: float = setting(3e-3, "peak learning rate")
+    schedule: str = setting("trapezoid", "trapezoid (linear up, plateau, linear down) or cosine")
+    warmup_iters: int = setting(50, "steps of linear warm-up")
+    cooldown: float = setting(0.2, "trapezoid: share of the steps that cool down to 0")
+    weight_decay: float = setting(0.1, "AdamW decay, on matrices only")
+    beta1: float = setting(0.9, "AdamW")
+    beta2: float = setting(0.95, "AdamW")
+    grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping")
+    eval_interval: int = setting(250, "steps between evaluations and checkpoints")
+    eval_iters: int = setting(8, "validation batches per evaluation")
+    log_interval: int = setting(10, "steps between lines of metrics.jsonl")
+    device: str = setting("auto", "cpu, cuda, cuda:1, …; auto: the GPU if there is one")
+    dtype: str = setting("auto", "float32 or bfloat16 (autocast); auto: bfloat16 on a GPU")
+    compile: str = setting("auto", "torch.compile: yes, no; auto: on a GPU")
+    peak_flops: float = setting(0.0, "FLOP/s of the device for MFU; 0: looked up for known GPUs")
+
+    def __post_init__(self):
+        for name, options in (
+            ("schedule", ("trapezoid", "cosine")),
+            ("dtype", ("auto", "float32", "bfloat16")),
+            ("compile", ("auto", "yes", "no")),
+        ):
+            if getattr(self, name) not in options:
+                near = nearest(getattr(self, name), options)
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not known; "
+                    f"the nearest choice is {near!r} of {', '.join(options)}."
+                )
+        for name in ("gradient_accumulation_steps", "eval_interval", "eval_iters", "log_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("batch_size", "warmup_iters", "weight_decay", "grad_clip", "peak_flops"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
+        for name in BUDGETS:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0.")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate={self.learning_rate} must be above 0.")
+        for name in ("beta1", "beta2", "cooldown"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie from 0 up to below 1.")
+
+
+BUDGETS = ("max_iters", "max_tokens", "max_flops")
+FIELDS = {f.name: f for cls in (TrainConfig, ModelConfig) for f in fields(cls)}
+
+
+def nearest(name: str, options) -> str:
+    return difflib.get_close_matches(str(name), list(options), 1, 0)[0]
+
+
+def convert(key: str, value, source: str):
+    """The value in the type of its setting; `value` is a literal, or text from the command line."""
+    if key not in FIELDS:
+        raise ValueError(
+            f"{source}: there is no setting {key!r}; the nearest is {nearest(key, FIELDS)!r}."
+        )
+    wanted = FIELDS[key].type
+    if wanted is str and isinstance(value, str):
+        return value
+    if isinstance(value, str):
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            value = None
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if wanted is bool and isinstance(value, bool):
+        return value
+    if wanted is int and number and value == int(value):  # 1e6 is welcome where steps are meant
+        return int(value)
+    if wanted is float and number:
+        return float(value)
+    if wanted == tuple[float, ...]:
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        if all(isinstance(x, (int, float)) for x in values):
+            return tuple(float(x) for x in values)
+    kind = "list of numbers" if wanted == tuple[float, ...] else wanted.__name__
+    raise ValueError(f"{source}: {key} takes one {kind}, as {key}={FIELDS[key].default!r}.")
+
+
+def read_config(path: str) -> dict:
+    """The assignments of a config file; anything but `name = literal` is refused."""
+    try:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"{path}: {error.strerror}; the ones at hand are in the folder config/."
+        ) from None
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} is not a list of plain assignments: {error}; write lines as `max_iters = 100`."
+        ) from None
+    given = {}
+    for node in tree.body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        try:
+            (target,) = node.targets
+            given[target.id] = convert(target.id, ast.literal_eval(node.value), path)
+        except (AttributeError, TypeError) as _:
+            pass
+        else:
+            continue
+        raise ValueError(f"{path}, line {node.lineno}: only assignments of literals are read.")
+    return given
+
+
+def parse(argv: list[str]) -> dict:
+    """The settings that a command line gives, itself and through the config file it names."""
+    typed, from_file = {}, {}
+    for arg in argv:
+        if arg.startswith("--"):
+            key, equals, value = arg[2:].partition("=")
+            key = key.replace("-", "_")
+            typed[key] = convert(key, value if equals else "True", "command line")
+        elif from_file:
+            raise ValueError(f"{arg}: one config file is read, and there is one before it already.")
+        else:
+            from_file = read_config(arg)
+    return merge(from_file, typed)
+
+
+def merge(first: dict, then: dict) -> dict:
+    """Both, the second winning; a budget given there replaces whatever budget stood before."""
+    budgets = [b for b in BUDGETS if b in then]
+    if len(budgets) > 1:
+        raise ValueError(f"{' and '.join(budgets)} are both budgets; give one of them.")
+    if budgets:
+        first = {k: v for k, v in first.items() if k not in BUDGETS}
+    return {**first, **then}
+
+
+def build(given: dict) -> tuple[ModelConfig, TrainConfig]:
+    """The two configurations, each field given, preset or default."""
+    given = dict(given)
+    budgets = [b for b in BUDGETS if given.get(b)]
+    if len(budgets) > 1:
+        raise ValueError(f"{' and '.join(budgets)} are both budgets; give one of them.")
+    if budgets:
+        given = {b: 0 for b in BUDGETS} | given
+    own = {f.name for f in fields(ModelConfig)}
+    model = {k: v for k, v in given.items() if k in own}
+    if given.get("preset"):
+        model = preset(given["preset"], **model)
+    train = {k: v for k, v in given.items() if k not in own}
+    return ModelConfig(**model), TrainConfig(**train)
+
+
+def help_text(program: str) -> str:
+    """Every setting with its default and its line."""
+    lines = [f"usage: {program} [config/file.py] [--key=value …]"]
+    for title, cls in (("training", TrainConfig), ("model", ModelConfig)):
+        lines.append(f"\n{title}:")
+        for f in fields(cls):
+            default = f.default if f.default not in ("", ()) else "–"
+            lines.append(f"  --{f.name}={default}".ljust(40) + f.metadata["help"])
+    return "\n".join(lines)
