@@ -79,7 +79,7 @@ class KVCache:
 
     def begin(self, rows: Ragged) -> None:
         """Opens a call with new tokens, at positions `seen` and up of every sequence."""
-        self.new = rows.sequence(), rows.pos
+        self.new_tokens = rows.cu_seqlens.diff()
         self.added = {}
 
     def enter(self, rows: Ragged, step: int | None) -> None:
@@ -114,20 +114,23 @@ class KVCache:
         return y.transpose(1, 2)[self.padded]
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        source = self.config.first_use[layer]
-        for cache, fresh in ((self.k, k), (self.v, v)):
-            if layer not in cache:
-                cache[layer] = torch.zeros(self.shape, device=self.device, dtype=self.dtype)
-            if self.config.kv_mode == "shared_update" and source != layer:
-                cache[layer][self.new] = cache[source][self.new]
-            cache[layer][self.place] = fresh.to(self.dtype)
-        self.step[layer] = self.current
+        first_use, layers = self.config.first_use, [layer]
+        if self.config.kv_mode == "shared_update" and first_use[layer] == layer:
+            # Every later step starts from these rows, also for the tokens that never get there.
+            layers = [n for n, source in enumerate(first_use) if source == layer]
+        for n in layers:
+            if n not in self.k:
+                self.k[n] = torch.zeros(self.shape, device=self.device, dtype=self.dtype)
+                self.v[n] = torch.zeros_like(self.k[n])
+                self.step[n] = self.current
+            self.k[n][self.place] = k.to(self.dtype)
+            self.v[n][self.place] = v.to(self.dtype)
 
     def commit(self) -> None:
         """Closes the call: its tokens count as stored from here on."""
         for step, counts in self.added.items():
             self.stored[step] += counts
-        self.seen += self.new[0].bincount(minlength=len(self.seen))
+        self.seen += self.new_tokens
 
     def bytes_in_use(self) -> int:
         """Bytes of all stored keys and values."""

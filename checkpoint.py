@@ -1,0 +1,63 @@
+"""Checkpoints: everything a run needs to go on, in one file that is whole or absent.
+
+A file is written under a temporary name, flushed to the disk and renamed, so a kill at any moment
+leaves the last good one. It is read with `weights_only=True`: tensors and plain values, never code.
+"""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from model import MoR
+from modelconfig import ModelConfig
+
+KEYS = ("model", "model_config", "encoding", "step")
+
+
+def save(path: Path, model: MoR, **state) -> None:
+    """Writes the model, its configuration and `state` (tensors and plain values) to `path`."""
+    config = asdict(model.config)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save({"model": model.state_dict(), "model_config": config, **state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path: Path) -> dict:
+    """The dictionary that `save` wrote, on the CPU; ValueError in one sentence if it is not one."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such checkpoint; train one with `python train.py`.") from None
+    except Exception as error:  # torch raises many kinds for a damaged or foreign file
+        reason = str(error).split("\n")[0][:100]
+        raise ValueError(
+            f"{path} is damaged or not a checkpoint ({type(error).__name__}: {reason}); "
+            "restore a copy of it or train again."
+        ) from None
+    missing = [k for k in KEYS if not isinstance(state, dict) or k not in state]
+    if missing:
+        raise ValueError(
+            f"{path} lacks {', '.join(missing)}: it is not a checkpoint of train.py; give it one that is."
+        )
+    return state
+
+
+def load_model(state: dict, device: str = "cpu") -> MoR:
+    """The model of a loaded checkpoint, ready to generate."""
+    model = MoR(ModelConfig(**state["model_config"]))
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        reason = str(error).split("\n")[1].strip()
+        raise ValueError(
+            f"the checkpoint's weights do not fit its own configuration: {reason}; restore a copy of it."
+        ) from None
+    return model.to(device).eval()
