@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import router as routing
 from kernels import Ragged, ragged_batch
 from kvcache import KVCache, PassKV
 from modelconfig import ModelConfig
+
+CHUNK_LOGITS = 2**25  # logits that the loss holds at a time: 128 MiB in float32
 
 
 class Attention(nn.Module):
@@ -252,17 +253,43 @@ class MoR(nn.Module):
         return total, figures
 
 
-def lm_loss(x: Tensor, head: Tensor, targets: Tensor, chunk: int = 1024) -> Tensor:
-    """Mean cross entropy of targets (N,) under states x (N, d) and head (V, d); -100 is no target.
+class LinearCrossEntropy(torch.autograd.Function):
+    """Mean cross entropy of a linear head, without ever holding all (N, V) logits.
 
-    Rows go in chunks, recomputed in the backward pass, so that no more than (chunk, V) logits exist.
+    Rows go in chunks, and a chunk's gradients are made while its logits are at hand, so nothing is
+    computed twice.
     """
 
-    def chunk_loss(x, head, targets):
-        return F.cross_entropy(F.linear(x, head).float(), targets, reduction="sum")
+    @staticmethod
+    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+        valid = targets != -100
+        n_valid = valid.sum()
+        chunk = max(1, CHUNK_LOGITS // len(head))
+        loss = x.new_zeros((), dtype=torch.float32)
+        x_grad, head_grad = torch.empty_like(x), torch.zeros_like(head)
+        for i in range(0, len(x), chunk):
+            xs, rows = x[i : i + chunk], slice(i, i + chunk)
+            target = torch.where(valid[rows], targets[rows], 0)[:, None]
+            log_p = F.linear(xs, head).float().log_softmax(1)
+            loss -= (log_p.gather(1, target).squeeze(1) * valid[rows]).sum()
+            if ctx.needs_input_grad[0]:
+                p = log_p.exp_()
+                p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
+                p.mul_((valid[rows] / n_valid)[:, None])
+                x_grad[rows] = p @ head
+                if torch.is_autocast_enabled(x.device.type):  # which in-place operations escape
+                    head_grad += p.T @ xs
+                else:
+                    head_grad.addmm_(p.T, xs)
+        ctx.save_for_backward(x_grad, head_grad)
+        return loss / n_valid
 
-    total = sum(
-        torch.utils.checkpoint.checkpoint(chunk_loss, xs, head, ts, use_reentrant=False)
-        for xs, ts in zip(x.split(chunk), targets.split(chunk))
-    )
-    return total / (targets != -100).sum()
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x_grad, head_grad = ctx.saved_tensors
+        return x_grad * grad, head_grad * grad, None
+
+
+def lm_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of targets (N,) under states x (N, d) and head (V, d); -100 is no target."""
+    return LinearCrossEntropy.apply(x, head, targets)

@@ -1,0 +1,328 @@
+"""What a model costs: FLOPs in two conventions, parameters, cache memory (paper sections 2.2.2 and 3).
+
+The paper's count makes runs of equal cost comparable: forward pass, weights of the layers and causal
+attention, in shares c_r of the tokens. The exact count (true key and value heads, output head,
+routers, whole tokens) is for model FLOPs utilisation. `python flops.py` recomputes the published
+runs; `python flops.py config/x.py [--key=value …]` tells what one configuration costs.
+"""
+
+import csv
+import sys
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import NamedTuple
+
+from modelconfig import CHOICES, ModelConfig, preset
+from settings import TrainConfig, build, help_text, parse
+
+PUBLISHED = Path(__file__).parent / "reference" / "published"
+TRAINING = 3  # a training step is a forward pass and a backward pass of twice its FLOPs
+
+
+# ---- who computes what -----------------------------------------------------------------------------
+
+
+def shares(config: ModelConfig) -> list[float]:
+    """Each unrolled layer's share of active tokens, 0 to 1 (section 2.2.1; token-choice balanced)."""
+    n = config.n_recursion
+    if config.routing == "expert":
+        per_step = config.capacity
+    else:
+        per_step = [(n - r) / n if config.routing == "token" else 1.0 for r in range(n)]
+    return [1.0 if step is None else per_step[step] for step in config.steps]
+
+
+def active_tokens(config: ModelConfig, seq_len: int) -> list[int]:
+    """Each unrolled layer's active tokens in a sequence: shares floored to whole tokens, at least 1."""
+    return [max(1, int(share * seq_len)) for share in shares(config)]
+
+
+def sees_all_keys(config: ModelConfig, layer: int) -> bool:
+    """Whether an unrolled layer attends over every token's keys, not just those of active tokens."""
+    return config.kv_mode != "recursion" and config.first_use[layer] != layer
+
+
+# ---- FLOPs -----------------------------------------------------------------------------------------
+
+
+def paper_flops(config: ModelConfig) -> float:
+    """Forward FLOPs per token at block_size, as the paper counts (section 3).
+
+    2 per weight, key and value heads as many as query heads; no embedding, head, router, norm or
+    softmax. Shares are exact fractions: floored to whole tokens, they would miss published runs.
+    """
+    d, total = config.n_embd, 0.0
+    for layer, share in enumerate(shares(config)):
+        projections = 4 if config.makes_keys(layer) else 2
+        keys = 1.0 if sees_all_keys(config, layer) else share
+        total += share * 2 * (projections * d * d + 3 * d * config.n_ffn)
+        total += share * keys * 2 * config.block_size * d
+    return total
+
+
+def exact_flops(config: ModelConfig, seq_len: int | None = None) -> float:
+    """Forward FLOPs per token of a sequence (default block_size): every multiply-add of a matrix, twice.
+
+    A pair of query and visible key costs 4 * head_dim per head. n active tokens make n(n+1)/2 pairs
+    among themselves; over all T keys n(T+1)/2, the expectation with active positions spread evenly.
+    Token-choice counts as balanced, expert-choice at its final capacities.
+    """
+    length, d = seq_len or config.block_size, config.n_embd
+    active = active_tokens(config, length)
+    total = 2.0 * d * config.vocab_size * length
+    for layer, n in enumerate(active):
+        keys = length if sees_all_keys(config, layer) else n
+        total += 2 * n * layer_matrices(config, config.makes_keys(layer))
+        total += 4 * d * n * (keys + 1) / 2
+    if config.routing == "token":
+        total += 2 * length * router_weights(config)
+    if config.routing == "expert":
+        in_play = length  # a step scores the tokens that took the step before
+        for step in range(config.n_recursion):
+            total += 2 * in_play * router_weights(config) / config.n_recursion
+            in_play = active[config.steps.index(step)]
+    return total / length
+
+
+def train_step_flops(config: ModelConfig, tokens_per_step: int) -> float:
+    """FLOPs of one optimizer step, forward and backward, in the exact convention (for MFU)."""
+    return TRAINING * exact_flops(config) * tokens_per_step
+
+
+def budget_tokens(config: ModelConfig, flops: float) -> float:
+    """Tokens that a budget of forward FLOPs pays, as the paper counts (section 3)."""
+    return flops / paper_flops(config)
+
+
+def budget_steps(config: ModelConfig, flops: float, tokens_per_step: int) -> int:
+    """Optimizer steps that a budget of forward FLOPs pays, to the nearest (section 3)."""
+    return max(1, round(budget_tokens(config, flops) / tokens_per_step))
+
+
+# ---- parameters and memory -------------------------------------------------------------------------
+
+
+class Parameters(NamedTuple):
+    non_embedding: int  # physical layers and final norm: what the paper's tables list
+    embedding: int  # tied to the output head
+    router: int  # auxiliary routers included
+
+
+def layer_matrices(config: ModelConfig, makes_keys: bool = True) -> int:
+    """Weights of the matrices that one layer application multiplies with."""
+    kv_width = config.n_kv_head * config.head_dim
+    keys = 2 * config.n_embd * kv_width if makes_keys else 0
+    return 2 * config.n_embd**2 + keys + 3 * config.n_embd * config.n_ffn
+
+
+def router_weights(config: ModelConfig) -> int:
+    """Weights of all routers; expert-choice has one per step, and auxiliary ones if asked for."""
+    if config.routing == "none" or config.router_type == "random":
+        return 0
+    n_out = config.n_recursion if config.routing == "token" else 1
+    hidden = {"linear": 0, "mlp": 2, "wide_mlp": 4}[config.router_type] * config.n_embd
+    one = hidden * (config.n_embd + n_out) if hidden else config.n_embd * n_out
+    if config.routing == "token":
+        return one
+    return one * config.n_recursion * (2 if config.sampling == "aux_router" else 1)
+
+
+def parameters(config: ModelConfig) -> Parameters:
+    """Stored parameters, counted once however often they are applied (section 2.1)."""
+    layer = layer_matrices(config) + 2 * config.n_embd
+    return Parameters(
+        non_embedding=(max(config.plan) + 1) * layer + config.n_embd,
+        embedding=config.vocab_size * config.n_embd,
+        router=router_weights(config),
+    )
+
+
+def cache_bytes(config: ModelConfig, seq_len: int, bytes_per_element: int) -> int:
+    """Bytes of the keys and values that one sequence of seq_len tokens stores (section 2.2.2).
+
+    Recursion-wise a layer stores its active tokens; shared, only first uses store, every token;
+    shared with update, every unrolled layer stores a row for every token.
+    """
+    rows = 0
+    for layer, n in enumerate(active_tokens(config, seq_len)):
+        if config.makes_keys(layer):
+            rows += n if config.kv_mode == "recursion" else seq_len
+    return rows * 2 * config.n_kv_head * config.head_dim * bytes_per_element
+
+
+def relative_batch(n_recursion: int, vanilla: int = 32) -> int:
+    """Sequences whose recursion-wise caches fit where `vanilla` full ones do (section 3, throughput)."""
+    return vanilla * 2 * n_recursion // (n_recursion + 1)
+
+
+# ---- python flops.py: the published runs -----------------------------------------------------------
+
+
+def read(name: str) -> list[dict[str, str]]:
+    with open(PUBLISHED / name, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def config_of(row: dict[str, str], base: str = "360m", **overrides) -> ModelConfig:
+    """The model of a row of a published table; what the row does not say is the preset's."""
+    columns = {"n_recursion": "recursions", "n_layer": "unrolled_layers", "routing": "routing",
+               "kv_mode": "kv", "sharing": "sharing"}  # fmt: skip
+    given = {key: row[column] for key, column in columns.items() if row.get(column)}
+    given = {key: int(value) if key.startswith("n_") else value for key, value in given.items()}
+    kind = row.get("model") or ("recursive" if given.get("sharing") else "vanilla")
+    return ModelConfig(**preset(f"{kind}-{base.lower()}", **given | overrides))
+
+
+def describe(config: ModelConfig) -> str:
+    routing = f" {config.routing}-choice {config.kv_mode}" if config.routing != "none" else ""
+    return f"{config.sharing.replace('none', 'vanilla')} R={config.n_recursion}{routing}"
+
+
+def models_with_parameters():
+    """(base, model, millions of parameters, physical layers if listed) of every row that has them."""
+    for row in read("isoflop.csv"):
+        yield row["base"], config_of(row, row["base"]), row["nonembedding_M"], row["physical_layers"]
+    depths = {}  # of the 360M models, by plan and recursions
+    for row in read("sharing.csv"):
+        own = 2 if row["sharing"].startswith("middle") else 0
+        depth = (int(row["physical_layers"]) - own) * int(row["recursions"]) + own
+        config = config_of(row, row["base"], n_layer=depth)
+        if row["base"] == "360M":
+            depths[config.sharing, config.n_recursion] = depth
+        yield row["base"], config, row["params_M"], row["physical_layers"]
+    for row in read("main.csv") + read("fixed_params.csv"):
+        yield "360M", config_of(row), row["params_M"], ""
+    for row in reversed(read("kv_sharing.csv")):
+        if row["model"] != "vanilla":
+            plan = row["sharing"], int(row["recursions"])
+        elif row["kv_sharing"]:  # a plan for the caches alone, which the depth has to fit
+            name, _, n = row["kv_sharing"].rpartition("_")
+            plan = name, int(n)  # also of the row above, the same model without it
+        yield "360M", config_of({**row, "kv": ""}, n_layer=depths[plan]), row["params_M"], ""
+    for row in read("scale_1p7b.csv"):
+        yield "1.7B", config_of(row, "1.7b"), str(Decimal(row["params_B"]) * 1000), ""
+
+
+def comparisons():
+    """(what, computed, published, whether they agree) of the published figures."""
+    for row in read("run_lengths.csv"):
+        config, budget = config_of(row), float(row["flops_1e18"]) * 1e18
+        steps = budget_steps(config, budget, int(row["sequences"]) * int(row["sequence_length"]))
+        agree = abs(steps - int(row["steps"])) <= 1
+        yield f"steps   360M {describe(config)}", str(steps), row["steps"], agree
+    for row in read("isoflop.csv"):
+        config, budget = config_of(row, row["base"]), float(row["flops_1e18"]) * 1e18
+        tokens = f"{budget_tokens(config, budget) / 1e9:.1f}"
+        what = f"tokens  {row['base']} {describe(config)}, {row['flops_1e18']}e18 FLOPs"
+        yield what, tokens + "B", row["tokens_B"] + "B", tokens == row["tokens_B"]
+    vanilla, *recursive = read("relative_batch.csv")
+    for row in recursive:
+        batch = relative_batch(int(row["recursions"]), int(vanilla["batch"]))
+        yield f"batch   MoR R={row['recursions']}", str(batch), row["batch"], batch == int(row["batch"])
+    seen = set()  # tables repeat models, and caches and routing change no layer
+    for base, config, millions, physical in models_with_parameters():
+        config = replace(config, routing="none", kv_mode="recursion")
+        what = f"params  {base} {describe(config)}, {config.n_layer} unrolled layers"
+        if (what, Decimal(millions)) in seen:
+            continue
+        seen.add((what, Decimal(millions)))
+        # 1610 stands for 1.61B: zeros at the end of a whole number are no figures.
+        unit = 10 ** max(0, Decimal(millions).normalize().as_tuple().exponent)
+        count, layers = parameters(config).non_embedding / 1e6, str(max(config.plan) + 1)
+        computed, published = f"{count:.1f}M", f"{Decimal(millions):.0f}M"
+        if physical:
+            computed, published = f"{computed}, {layers} layers", f"{published}, {physical} layers"
+        agree = abs(count - float(millions)) <= unit / 2 and physical in ("", layers)
+        yield what, computed, published, agree
+
+
+def print_published() -> int:
+    """Prints the published figures beside the computed ones; returns how many differ."""
+    print(f"{'':68}{'computed':>20}{'published':>18}")
+    agreed = []
+    for what, computed, published, agree in comparisons():
+        print(f"{what:68}{computed:>20}{published:>18}  {'ok' if agree else 'DIFFERS'}")
+        agreed.append(agree)
+    routers = max(parameters(config).router for _, config, _, _ in models_with_parameters())
+    print(
+        "\nSteps agree within one, tokens to the published decimal, parameters when they round to the\n"
+        "published figure: 1.7B models to 0.01B, others to 1M. Parameters are those outside embedding\n"
+        f"and routers; the routers of these models have {routers:,} weights at most.\n"
+        "Steps and tokens use exact shares, as (R-r)/R. Floored to whole tokens, as a model runs, they\n"
+        "would make the R=3 runs two or three steps longer than published."
+    )
+    print(f"{len(agreed)} figures: {sum(agreed)} ok, {agreed.count(False)} differ")
+    return agreed.count(False)
+
+
+# ---- python flops.py config/x.py: one configuration ------------------------------------------------
+
+
+def short(x: float, base: int = 1000) -> str:
+    """A number with a decimal or, for base 1024, a binary prefix: 1.23 G, 4.56 Mi."""
+    prefixes = ["", "k", "M", "G", "T", "P", "E"] if base == 1000 else ["", "Ki", "Mi", "Gi", "Ti"]
+    while x >= base and len(prefixes) > 1:
+        x, prefixes = x / base, prefixes[1:]
+    return f"{x:.4g} {prefixes[0]}".rstrip()
+
+
+def vanilla_of(config: ModelConfig, preset_name: str = "") -> ModelConfig:
+    """The unshared model of the same base: depth of the preset's size, or the same unrolled depth."""
+    depth = config.n_layer
+    if preset_name:
+        depth = preset("vanilla-" + preset_name.split("-")[1])["n_layer"]
+    plain = dict(sharing="none", n_recursion=1, routing="none", kv_mode="recursion", capacity=())
+    return replace(config, n_layer=depth, **plain)
+
+
+def cost_lines(config: ModelConfig, train: TrainConfig):
+    """(name, text) of what one configuration stores and computes; FLOPs are forward unless told."""
+    yield "model", describe(config)
+    yield "layers", f"{config.n_layer} unrolled, {max(config.plan) + 1} physical"
+    names = ("non-embedding", "embedding", "router")
+    yield "parameters", ", ".join(f"{short(n)} {name}" for n, name in zip(parameters(config), names))
+    paper, exact = paper_flops(config), exact_flops(config)
+    yield "FLOPs per token", f"{short(paper)} as the paper counts, {short(exact)} exact"
+    batch, passes = train.batch_size or 16, train.gradient_accumulation_steps
+    tokens = batch * passes * config.block_size
+    note = "" if train.batch_size else " (batch_size=0: as on a CPU)"
+    yield "tokens per step", f"{tokens:,} = {batch} sequences x {passes} x {config.block_size}{note}"
+    backward = f"{short(train_step_flops(config, tokens))} with backward"
+    per_step = f"{short(paper * tokens)} as the paper counts, {short(exact * tokens)} exact"
+    yield "FLOPs per step", f"{per_step}, {backward}"
+    steps = train.max_iters or max(1, round(train.max_tokens / tokens))
+    if train.max_flops:
+        steps = budget_steps(config, train.max_flops, tokens)
+    spent = f"{short(steps * tokens)} tokens, {short(steps * tokens * paper)} FLOPs as the paper counts"
+    yield "budget", f"{steps:,} steps, {spent}"
+    for mode in CHOICES["kv_mode"]:
+        try:
+            size = cache_bytes(replace(config, kv_mode=mode), config.block_size, 4)
+            text = f"{short(size, 1024)}B per sequence of {config.block_size} tokens in float32"
+        except ValueError:
+            text = "not for this model"
+        yield f"cache {mode}", text + (" (chosen)" if mode == config.kv_mode else "")
+    vanilla = vanilla_of(config, train.preset)
+    by_paper, by_exact = paper_flops(vanilla) / paper, exact_flops(vanilla) / exact
+    ratios = f"{by_paper:.3f}x as the paper counts, {by_exact:.3f}x exact"
+    yield "implied speed-up", f"{ratios}, over vanilla of {vanilla.n_layer} layers"
+
+
+def main(argv: list[str]) -> int:
+    if "--help" in argv:
+        print(help_text("flops.py"))
+        return 0
+    if not argv:
+        return 1 if print_published() else 0
+    try:
+        for name, text in cost_lines(*build(parse(argv))):
+            print(f"{name:22}{text}")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

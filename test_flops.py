@@ -1,0 +1,403 @@
+"""The counts of flops.py against published figures, loops over tokens and pairs, and the real model."""
+
+import csv
+import itertools
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flops
+from flops import budget_steps, budget_tokens, cache_bytes, exact_flops, paper_flops, parameters
+from modelconfig import ModelConfig, preset
+
+HERE = Path(__file__).parent
+T = 24  # every share below is a whole number of tokens
+PLANS = {
+    "none": (),
+    "cycle": (2, 3),
+    "middle_cycle": (2, 3),
+    "sequence": (2, 3),
+    "middle_sequence": (2, 3),
+}
+
+
+def random_configs(n: int, seed: int, length: int = T) -> list[ModelConfig]:
+    """Small valid configurations; every plan, routing, kind of cache and router comes up."""
+    draw, configs = random.Random(seed), []
+    cells = itertools.product(
+        PLANS, ("none", "expert", "token"), ("recursion", "shared", "shared_update")
+    )
+    cells = [
+        (sharing, routing, kv)
+        for sharing, routing, kv in cells
+        if (routing == "none" or sharing.endswith("cycle"))
+        and (sharing != "none" or kv == "recursion")
+        and (routing != "none" or kv != "shared_update")
+    ]
+    for i in range(n):
+        sharing, routing, kv_mode = cells[i % len(cells)]
+        recursions = draw.choice(PLANS[sharing] or (1,))
+        block, kv_heads = draw.randint(1, 3), draw.choice((1, 2, 4))
+        capacity = ()
+        if routing == "expert" and draw.random() < 0.7:
+            first = 1.0 if kv_mode != "recursion" else draw.randint(length // 2, length) / length
+            rest = [draw.randint(1, int(first * length)) / length for _ in range(recursions - 1)]
+            capacity = (first, *sorted(rest, reverse=True))
+        router = draw.choice(("linear", "mlp", "wide_mlp"))
+        if routing == "expert" and draw.random() < 0.2:
+            router = "random"
+        configs.append(
+            ModelConfig(
+                vocab_size=draw.randint(5, 50),
+                block_size=length,
+                n_layer=block * recursions + 2 * sharing.startswith("middle"),
+                n_head=4,
+                n_kv_head=kv_heads,
+                n_embd=8 * draw.randint(1, 3),
+                n_ffn=draw.randint(5, 40),
+                sharing=sharing,
+                n_recursion=recursions,
+                routing=routing,
+                kv_mode=kv_mode,
+                capacity=capacity,
+                router_type=router,
+                sampling="none"
+                if router == "random"
+                else draw.choice(("aux_loss", "aux_router", "none")),
+                balancing=draw.choice(("loss", "loss_free")),
+            )
+        )
+    return configs
+
+
+def name(c: ModelConfig) -> str:
+    return f"{c.sharing}-R{c.n_recursion}-{c.routing}-{c.kv_mode}-{c.router_type}-kv{c.n_kv_head}"
+
+
+CONFIGS = random_configs(90, seed=1)
+each_config = pytest.mark.parametrize("config", CONFIGS, ids=name)
+
+
+def unrolled(c: ModelConfig) -> list[tuple[object, int]]:
+    """(physical layer, recursion step) of each unrolled layer, from the definition of the plans."""
+    if c.sharing == "none":
+        return [(n, 0) for n in range(c.n_layer)]
+    middle = c.sharing.startswith("middle")
+    block, steps = range((c.n_layer - 2 * middle) // c.n_recursion), range(c.n_recursion)
+    if c.sharing.endswith("cycle"):
+        inner = [(b, r) for r in steps for b in block]
+    else:
+        inner = [(b, r) for b in block for r in steps]
+    return [("first", None), *inner, ("last", None)] if middle else inner
+
+
+def active_sets(c: ModelConfig, draw: random.Random, length: int) -> list[set[int]]:
+    """Nested random sets of active positions per recursion step."""
+    sets, left = [], set(range(length))
+    for r in range(c.n_recursion):
+        size = length
+        if c.routing == "token":
+            size = int(length * (c.n_recursion - r) / c.n_recursion)
+        elif c.routing == "expert":
+            size = int(c.capacity[r] * length + 1e-9)
+        left = set(draw.sample(sorted(left), max(1, size)))
+        sets.append(left)
+    return sets
+
+
+def walk(c: ModelConfig, sets: list[set[int]], length: int):
+    """Per unrolled layer: active positions, positions whose keys it sees, whether it makes keys."""
+    used = set()
+    for physical, step in unrolled(c):
+        active = set(range(length)) if step is None else sets[step]
+        again = physical in used
+        used.add(physical)
+        if c.kv_mode == "recursion" or not again:
+            yield active, active, True
+        else:
+            yield active, set(range(length)), c.kv_mode == "shared_update"
+
+
+def count_router(c: ModelConfig, n_out: int) -> int:
+    d = c.n_embd
+    return {"linear": d * n_out, "mlp": d * 2 * d + 2 * d * n_out,
+            "wide_mlp": d * 4 * d + 4 * d * n_out, "random": 0}[c.router_type]  # fmt: skip
+
+
+# ---- published figures -------------------------------------------------------------------------------
+
+
+def rows(file: str) -> list[dict]:
+    return list(csv.DictReader(open(HERE / "reference" / "published" / file)))
+
+
+def model(row: dict, base: str) -> ModelConfig:
+    given = {"n_layer": int(row["unrolled_layers"])}
+    if row["model"] != "vanilla":
+        given |= {"n_recursion": int(row.get("recursions", 3)), "kv_mode": row.get("kv") or "recursion"}
+    if row.get("routing"):
+        given["routing"] = row["routing"]
+    return ModelConfig(**preset(f"{row['model']}-{base}", **given))
+
+
+def test_run_lengths():
+    table = rows("run_lengths.csv")
+    assert len(table) == 9
+    for row in table:
+        config = model(row, "360m")
+        steps = budget_steps(config, 16.5e18, 1024 * 2048)
+        assert abs(steps - int(row["steps"])) <= 1, row
+        if config.capacity and config.n_recursion == 3:  # what `python flops.py` says of whole tokens
+            config.capacity = (1, 1365 / 2048, 682 / 2048)
+            assert budget_steps(config, 16.5e18, 1024 * 2048) - int(row["steps"]) in (2, 3)
+
+
+def test_isoflop_tokens():
+    table = rows("isoflop.csv")
+    assert len(table) == 36
+    for row in table:
+        tokens = budget_tokens(model(row, row["base"].lower()), float(row["flops_1e18"]) * 1e18)
+        assert f"{tokens / 1e9:.1f}" == row["tokens_B"], row
+
+
+def test_equal_data_flops():
+    """At as many tokens as vanilla, MoR takes the FLOPs that the main table lists."""
+    vanilla = ModelConfig(**preset("vanilla-360m"))
+    for row in rows("main.csv"):
+        if row["model"] == "mor" and row["tokens_B"] == "20":
+            mor = ModelConfig(**preset("mor-360m", n_recursion=int(row["recursions"])))
+            spent = 16.5 * paper_flops(mor) / paper_flops(vanilla)
+            assert f"{spent:.1f}" == row["flops_1e18"], row
+
+
+def test_relative_batch():
+    assert [flops.relative_batch(r) for r in (1, 2, 3, 4)] == [32, 42, 48, 51]
+
+
+def test_published_parameters_by_hand():
+    """360M: q, o 960x960; k, v 960x320; three 960x2560; two norms; one final norm."""
+    layer = 2 * 960 * 960 + 2 * 960 * 320 + 3 * 960 * 2560 + 2 * 960
+    assert parameters(ModelConfig(**preset("vanilla-360m"))) == (32 * layer + 960, 49152 * 960, 0)
+    mor = ModelConfig(**preset("mor-360m", sampling="aux_router", router_type="mlp"))
+    router = 960 * 1920 + 1920
+    assert parameters(mor) == (12 * layer + 960, 49152 * 960, 2 * 3 * router)
+    token = ModelConfig(**preset("mor-360m", routing="token"))
+    assert parameters(token).router == 960 * 3
+
+
+# ---- against loops -----------------------------------------------------------------------------------
+
+
+@each_config
+def test_paper_flops_by_loops(config):
+    """Square projections and, for the causal half, one multiply-add per channel, query and key."""
+    d, total = config.n_embd, 0
+    for active, keys, makes_keys in walk(config, active_sets(config, random.Random(0), T), T):
+        for _ in active:
+            total += 2 * d * d * (4 if makes_keys else 2) + 3 * 2 * d * config.n_ffn
+            for _ in keys:
+                total += 2 * d  # scores and values, 4d, for half of the pairs
+    assert paper_flops(config) == pytest.approx(total / T, rel=1e-12)
+
+
+@each_config
+@pytest.mark.parametrize("length", [T, 2 * T])
+def test_exact_flops_by_loops(config, length):
+    """Every pair of query and visible key; a set of positions and its mirror image, averaged."""
+    d, kv_width = config.n_embd, config.n_kv_head * config.n_embd // config.n_head
+    sets = active_sets(config, random.Random(0), length)
+    mirrored = [{length - 1 - i for i in s} for s in sets]
+    total = 0
+    for which in (sets, mirrored):
+        for _ in range(length):
+            total += 2 * d * config.vocab_size
+        for active, keys, makes_keys in walk(config, which, length):
+            for query in active:
+                total += 2 * (d * d + d * d + 3 * d * config.n_ffn + makes_keys * 2 * d * kv_width)
+                total += sum(4 * d for key in keys if key <= query)
+        if config.routing == "token":
+            total += sum(2 * count_router(config, config.n_recursion) for _ in range(length))
+        if config.routing == "expert":
+            for scored in [set(range(length)), *which][:-1]:
+                routers = 2 if config.sampling == "aux_router" else 1
+                total += sum(2 * routers * count_router(config, 1) for _ in scored)
+    assert exact_flops(config, length) == pytest.approx(total / 2 / length, rel=1e-12)
+    assert flops.train_step_flops(config, 100) == pytest.approx(300 * exact_flops(config))
+
+
+@each_config
+def test_cache_bytes_by_loops(config):
+    stored = 0
+    for active, _, makes_keys in walk(config, active_sets(config, random.Random(0), T), T):
+        if makes_keys:
+            positions = active if config.kv_mode == "recursion" else range(T)
+            stored += sum(2 * config.n_kv_head * config.head_dim for _ in positions)
+    assert cache_bytes(config, T, 2) == 2 * stored
+
+
+def test_cache_ratios():
+    """(R+1)/2R of the full caches recursion-wise, 1/R shared, all with update."""
+    for r in (2, 3, 4):
+        kind = dict(sharing="cycle", n_layer=12, n_recursion=r)
+        full = cache_bytes(ModelConfig(**kind, routing="none"), 240, 4)
+        sizes = {m: cache_bytes(ModelConfig(**kind, kv_mode=m), 240, 4) for m in
+                 ("recursion", "shared", "shared_update")}  # fmt: skip
+        assert sizes["recursion"] == full * (r + 1) / (2 * r)
+        assert sizes["shared"] == full / r
+        assert sizes["shared_update"] == full
+
+
+def test_whole_tokens():
+    """k = max(1, floor(c * T)): 3 of 10 at a third, and one token where the floor is none."""
+    config = ModelConfig(capacity=(1, 1 / 3, 0.01))
+    assert flops.active_tokens(config, 10) == [10, 10, 10, 3, 3, 1, 1, 10]
+
+
+# ---- against the real model --------------------------------------------------------------------------
+
+
+def build(config: ModelConfig):
+    return pytest.importorskip("model").MoR(config)
+
+
+@each_config
+def test_parameters_of_the_module(config):
+    found = {"router": 0, "embedding": 0, "non_embedding": 0}
+    for key, p in build(config).named_parameters():
+        place = "router" if "router" in key else "embedding" if "embed" in key else "non_embedding"
+        found[place] += p.numel()
+    assert parameters(config)._asdict() == found
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.routing != "token"], ids=name)
+def test_matrices_of_a_real_pass(config):
+    """Rows that go through each nn.Linear of a top-k pass, times its weights; 5 is no whole share."""
+    length = T + 5
+    config = ModelConfig(**{**vars_of(config), "block_size": length})
+    import torch
+
+    from kernels import ragged_batch
+
+    mor, counted = build(config), []
+
+    def count(module, args, output):
+        counted.append(2 * module.weight.numel() * args[0].numel() // module.in_features)
+
+    for module in mor.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(count)
+    rows = ragged_batch(torch.tensor([0, length]), length)
+    mor.hidden(torch.randint(config.vocab_size, (length,)), rows, rule="top-k")
+    attention, d = 0.0, config.n_embd
+    for n, (_, keys, _) in zip(
+        flops.active_tokens(config, length),
+        walk(config, active_sets(config, random.Random(0), length), length),
+    ):
+        attention += 4 * d * n * (len(keys) + 1) / 2
+    head = 2 * d * config.vocab_size * length
+    assert exact_flops(config) * length == pytest.approx(sum(counted) + attention + head, rel=1e-12)
+
+
+def vars_of(config: ModelConfig) -> dict:
+    return {field: getattr(config, field) for field in config.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    "config", [c for c in CONFIGS if c.routing == "none" or c.kv_mode != "recursion"], ids=name
+)
+def test_bytes_of_the_real_cache(config):
+    """Where routing does not move the size: no routing, and caches that hold every token."""
+    import torch
+
+    from kernels import ragged_batch
+
+    kvcache, mor = pytest.importorskip("kvcache"), build(config)
+    for p in mor.parameters():  # gates of exactly 1/2: expert-choice then keeps every token
+        if config.routing == "expert":
+            torch.nn.init.zeros_(p)
+    cache = kvcache.KVCache(config, 1, T)
+    ids = torch.randint(config.vocab_size, (T,))
+    mor.hidden(ids, ragged_batch(torch.tensor([0, T]), T), cache)
+    assert cache.bytes_in_use() == cache_bytes(config, T, 4)
+
+
+# ---- the commands ------------------------------------------------------------------------------------
+
+
+def run(*args: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(HERE / "flops.py"), *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=HERE)
+
+
+def test_table_command():
+    done = run()
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    compared = [line for line in lines if line.endswith(("  ok", "  DIFFERS"))]
+    kinds = [line.split()[0] for line in compared]
+    assert (kinds.count("steps"), kinds.count("tokens"), kinds.count("batch")) == (9, 36, 3)
+    assert kinds.count("params") > 20
+    assert lines[-1] == f"{len(compared)} figures: {len(compared)} ok, 0 differ"
+
+
+@pytest.mark.parametrize(
+    "file, right, wrong",
+    [
+        ("run_lengths.csv", ",9438", ",9440"),
+        ("isoflop.csv", ",53.3,", ",53.4,"),
+        ("relative_batch.csv", ",48", ",47"),
+        ("main.csv", ",167,", ",168,"),
+        ("sharing.csv", ",157,16,sequence", ",157,17,sequence"),
+        ("kv_sharing.csv", "vanilla,295", "vanilla,296"),
+        ("fixed_params.csv", "mor,2,118", "mor,2,119"),
+        ("scale_1p7b.csv", ",0.87,", ",0.88,"),
+    ],
+)
+def test_table_notices_a_wrong_figure(tmp_path, monkeypatch, capsys, file, right, wrong):
+    shutil.copytree(flops.PUBLISHED, tmp_path / "published")
+    text = (tmp_path / "published" / file).read_text()
+    assert right in text
+    (tmp_path / "published" / file).write_text(text.replace(right, wrong, 1))
+    monkeypatch.setattr(flops, "PUBLISHED", tmp_path / "published")
+    assert flops.main([]) == 1
+    assert "DIFFERS" in capsys.readouterr().out
+
+
+def test_config_command(tmp_path):
+    (tmp_path / "x.py").write_text('preset = "mor-360m"\nmax_flops = 16.5e18\nbatch_size = 64\n')
+    done = run(str(tmp_path / "x.py"), "--gradient_accumulation_steps=16", "--n_recursion=4")
+    assert done.returncode == 0, done.stderr
+    told = dict(line.split("  ", 1) for line in done.stdout.splitlines())
+    told = {key: text.strip() for key, text in told.items()}
+    assert told["layers"] == "34 unrolled, 10 physical"
+    assert told["tokens per step"] == "2,097,152 = 64 sequences x 16 x 2048"
+    assert told["budget"].startswith("14,216 steps")
+    row = 2048 * 2 * 5 * 64 * 4  # tokens; keys and values; KV heads; head width; float32
+    assert told["cache shared"].startswith(f"{10 * row / 2**20:.4g} MiB")
+    assert told["cache shared_update"].startswith(f"{34 * row / 2**20:.4g} MiB")
+    assert (
+        told["cache recursion"]
+        == f"{22 * row / 2**20:.4g} MiB per sequence of 2048 tokens in float32 (chosen)"
+    )
+    assert told["implied speed-up"].startswith(f"{14216 / 9438:.3f}x")
+    assert told["implied speed-up"].endswith("over vanilla of 32 layers")
+
+
+def test_config_command_on_a_vanilla_model():
+    done = run("--sharing=none", "--n_recursion=1", "--routing=none", "--max_tokens=40960")
+    assert done.returncode == 0, done.stderr
+    assert "1.000x as the paper counts, 1.000x exact" in done.stdout
+    assert "10 steps" in done.stdout and "on a CPU" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "args", [("--n_layr=3",), ("no/such.py",), ("--n_layer=9",), ("--preset=mor-9b",)]
+)
+def test_bad_input(args):
+    done = run(*args)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
