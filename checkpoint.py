@@ -4,12 +4,12 @@ A file is written under a temporary name, flushed to the disk and renamed, so a 
 leaves the last good one. It is read with `weights_only=True`: tensors and plain values, never code.
 """
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from dataset import whole_file
 from model import MoR
 from modelconfig import ModelConfig
 
@@ -19,15 +19,8 @@ KEYS = ("model", "model_config", "encoding", "step")
 def save(path: Path, model: MoR, **state) -> None:
     """Writes the model, its configuration and `state` (tensors and plain values) to `path`."""
     config = asdict(model.config)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save({"model": model.state_dict(), "model_config": config, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        torch.save({"model": model.state_dict(), "model_config": config, **state}, file)
 
 
 def load(path: Path) -> dict:
@@ -35,7 +28,9 @@ def load(path: Path) -> dict:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such checkpoint; train one with `python train.py`.") from None
+        raise ValueError(
+            f"{path}: there is no such checkpoint; train one with `python train.py`."
+        ) from None
     except Exception as error:  # torch raises many kinds for a damaged or foreign file
         reason = str(error).split("\n")[0][:100]
         raise ValueError(
