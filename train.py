@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from tiktoken import Encoding
 from tqdm import tqdm
 
 import checkpoint
@@ -23,6 +24,7 @@ import router as routing
 from dataset import Tokens, Windows, whole_file
 from flops import budget_steps, train_step_flops
 from model import MoR
+from sample import generate, pick_device, pieces, tokens_with_depths
 from settings import TrainConfig, build, help_text, merge, parse
 from tokenizer import get_encoding, token_bytes
 
@@ -105,7 +107,7 @@ def open_dataset(name: str) -> tuple[Tokens, Tokens]:
     if not (folder / "meta.json").exists():
         at_hand = ", ".join(sorted(p.parent.name for p in ROOT.glob("data/*/prepare.py")))
         raise ValueError(
-            f"dataset {name!r} is not prepared in {folder}; run its prepare.py first (there are: {at_hand})."
+            f"dataset {name!r} is not prepared in {folder}; run its prepare.py (there are: {at_hand})."
         )
     return Tokens(folder, "train"), Tokens(folder, "val")
 
@@ -152,7 +154,7 @@ def keep_metrics_up_to(path: Path, step: int) -> None:
 
 def train(given: dict, state: dict | None) -> None:
     config, t = build(given)
-    device = t.device if t.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = pick_device(t.device)
     on_gpu = device.startswith("cuda")
     t.batch_size = given["batch_size"] = t.batch_size or (64 if on_gpu else 16)
     bfloat16 = t.dtype == "bfloat16" or (t.dtype == "auto" and on_gpu)
@@ -205,8 +207,8 @@ def train(given: dict, state: dict | None) -> None:
 
     n_parameters = sum(p.numel() for p in model.parameters())
     print(
-        f"{n_parameters / 1e6:.2f}M parameters in {max(config.plan) + 1} layers, unrolled to {config.n_layer}; "
-        f"{t.max_iters} steps of {tokens_per_step} tokens on {device}, to {path}"
+        f"{n_parameters / 1e6:.2f}M parameters in {max(config.plan) + 1} layers, unrolled to "
+        f"{config.n_layer}; {t.max_iters} steps of {tokens_per_step} tokens on {device}, to {path}"
     )
     step_flops, peak = train_step_flops(config, tokens_per_step), peak_flops(t, device)
     with (
@@ -235,9 +237,9 @@ def train(given: dict, state: dict | None) -> None:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
             if not torch.stack([norm, *(p["loss"] for p in passes)]).isfinite().all():
                 raise ValueError(
-                    f"the loss or its gradient is not finite at step {step + 1}; the last good checkpoint "
-                    f"is {path if path.exists() else 'not written yet'}; go on from it with --resume and a "
-                    "lower --learning_rate or --grad_clip."
+                    f"the loss or its gradient is not finite at step {step + 1}; the last good "
+                    f"checkpoint is {path if path.exists() else 'not written yet'}; go on from it with "
+                    "--resume and a lower --learning_rate or --grad_clip."
                 )
             lr = learning_rate(t, step)
             for group in optimizer.param_groups:
@@ -274,12 +276,20 @@ def train(given: dict, state: dict | None) -> None:
     if done < t.max_iters:
         print(f"stopped and saved at step {done}; the same command with --resume goes on.")
         return
-    print("\n" + '(sample)')
+    print("\n" + sample_text(model, encoding))
     print(
         f"\nNext: python sample.py --checkpoint={path} --prompt='def ' --show_depth\n"
         "      python train.py config/demo_vanilla.py   (the same FLOPs without recursion)\n"
         "      python train.py --routing=token --out_dir=out-token, and --help for every setting"
     )
+
+
+def sample_text(model: MoR, encoding: Encoding) -> str:
+    """What the model makes of a function's beginning."""
+    model.eval()
+    prompt = encoding.encode_ordinary("def ")
+    steps = generate(model, [prompt], encoding, max_new_tokens=300, temperature=0.6)
+    return "".join(text for text, _ in pieces(tokens_with_depths(steps, 0), encoding))
 
 
 def peak_flops(t: TrainConfig, device: str) -> float:

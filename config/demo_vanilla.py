@@ -1,0 +1,6 @@
+"""The demo without recursion: same width, same unrolled depth, and the FLOPs of `python train.py`."""
+
+sharing = "none"
+n_recursion = 1
+routing = "none"
+out_dir = "out-vanilla"
