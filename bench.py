@@ -1,4 +1,4 @@
-"""How fast a model really is, as ratios taken in one run: `python bench.py train`, `--help` for more.
+"""How fast a model really is, in ratios taken in one run: `python bench.py train`.
 
 FLOPs promise a speed-up (flops.py, exact count); a clock says how much of it arrives. What is compared
 takes turns, round after round, and a ratio is the median of the ratios within a round, so a machine
@@ -137,10 +137,10 @@ def bench_train(args: argparse.Namespace) -> None:
             config = ModelConfig(**preset(f"{kind}-{args.preset}", block_size=args.seq, **given))
             before = machine.reset_peak()
             model = MoR(config).to(machine.device)
-            _, active[name] = train_step(model, ids, machine)
-            peaks[name] = "–" if before is None else short(machine.peak() - before, 1024) + "B"
             if config.routing == "token":
                 even_depths(model, ids, machine)
+            _, active[name] = train_step(model, ids, machine)
+            peaks[name] = "–" if before is None else short(machine.peak() - before, 1024) + "B"
             models[name], configs[name], seconds[name] = model, config, []
             bar.update()
         for _ in range(args.rounds):
@@ -174,9 +174,9 @@ def bench_train(args: argparse.Namespace) -> None:
     )
     shares = " ".join(f"{share:.1%}" for share in active["MoR token R=3"])
     print(
-        f"Medians of {args.rounds} rounds; params outside the embedding. Token-choice: the loss-free bias "
-        f"was tuned on this batch;\n{shares} of the tokens are active per step, and the implied speed-up "
-        "counts those."
+        f"Medians of {args.rounds} rounds; params outside the embedding; implied: exact FLOPs of active "
+        "tokens.\nToken-choice: the loss-free bias was tuned on this batch; active per step are "
+        f"{shares} of its tokens."
     )
 
 
@@ -206,7 +206,7 @@ def count(text: str) -> int:
 
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="bench.py", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(prog="bench.py", description=__doc__.split(":")[0] + ".", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     train = commands.add_parser("train", help=bench_train.__doc__, allow_abbrev=False)

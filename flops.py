@@ -61,15 +61,20 @@ def paper_flops(config: ModelConfig) -> float:
     return total
 
 
-def exact_flops(config: ModelConfig, seq_len: int | None = None) -> float:
+def exact_flops(
+    config: ModelConfig, seq_len: int | None = None, per_step: list[float] | None = None
+) -> float:
     """Forward FLOPs per token of a sequence (default block_size): every multiply-add of a matrix, twice.
 
     A pair of query and visible key costs 4 * head_dim per head. n active tokens make n(n+1)/2 pairs
     among themselves; over all T keys n(T+1)/2, the expectation with active positions spread evenly.
-    Token-choice counts as balanced, expert-choice at its final capacities.
+    Token-choice counts as balanced, expert-choice at its final capacities, unless `per_step` tells how
+    many tokens of a sequence took each recursion step.
     """
     length, d = seq_len or config.block_size, config.n_embd
     active = active_tokens(config, length)
+    if per_step is not None:
+        active = [length if step is None else per_step[step] for step in config.steps]
     total = 2.0 * d * config.vocab_size * length
     for layer, n in enumerate(active):
         keys = length if sees_all_keys(config, layer) else n

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import checkpoint
+from dataset import whole_file
 from kernels import ragged_batch
 from kvcache import KVCache
 from model import MoR
@@ -341,9 +342,6 @@ def prepare(args: argparse.Namespace) -> tuple[MoR, tiktoken.Encoding, list[int]
     ):
         if not fine:
             raise ValueError(message)
-    fit = room(model, prompt)
-    if args.max_new_tokens > fit:
-        print(f"note: the context of {c.block_size} ends after {fit} new tokens.", file=sys.stderr)
     return model, encoding, prompt
 
 
@@ -376,35 +374,35 @@ def print_samples(args: argparse.Namespace, model: MoR, encoding: tiktoken.Encod
         status = 130  # and on with what there is
     seconds = time.perf_counter() - start
     for sample in range(args.num_samples * several):
-        print(f"{chr(10) * (sample > 0)}--- sample {sample + 1} ---")
+        print(f"--- sample {sample + 1} ---")
         print_sample(sample, history)
-    print()
+        print()
+    if not several:
+        print()
     if args.show_depth:
         counts = depth_counts(samples, n_recursion).items()
         print(*(paint(f" depth {d}: {n} tokens ", d, n_recursion) for d, n in counts))
     sys.stdout.flush()
     if args.html:
-        write_page(args.html, page(samples, n_recursion))
-    depths = [depth for step in history for read in step.read.values() for _, depth in read]
-    if depths:
-        n_new, n_byte = sum(len(step.chosen) for step in history), history[-1].cache.bytes_in_use()
-        print(
-            f"{n_new} tokens, {n_new / seconds:.1f} tokens/s, cache {n_byte:,} bytes, "
-            f"mean depth {sum(depths) / len(depths):.2f} of {n_recursion}",
-            file=sys.stderr,
-        )
+        with whole_file(args.html.resolve()) as file:  # a link stays, what it points to is replaced
+            file.write(page(samples, n_recursion).encode())
+    if history:
+        print(summary(history, room(model, prompt) < args.max_new_tokens, seconds), file=sys.stderr)
     return status
 
 
-def write_page(path: Path, text: str) -> None:
-    """Whole or not at all; OSError where that cannot be."""
-    path = path.resolve()  # a link stays, and what it points to is replaced
-    temporary = Path(f"{path}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def summary(history: list[Step], limited: bool, seconds: float) -> str:
+    """Speed, memory and depths in a line; one before it if the context's end cut a sample short."""
+    cache = history[-1].cache
+    size = cache.config.block_size
+    note = f"note: a sample ends where the context of {size} tokens is full.\n"
+    depths = [depth for step in history for read in step.read.values() for _, depth in read]
+    n_new = sum(len(step.chosen) for step in history)
+    return (
+        f"{note if limited and cache.seen.max() == size else ''}"
+        f"{n_new} tokens, {n_new / seconds:.1f} tokens/s, cache {cache.bytes_in_use():,} bytes, "
+        f"mean depth {sum(depths) / len(depths):.2f} of {cache.config.n_recursion}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

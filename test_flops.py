@@ -229,6 +229,16 @@ def test_exact_flops_by_loops(config, length):
     assert flops.train_step_flops(config, 100) == pytest.approx(300 * exact_flops(config))
 
 
+@pytest.mark.parametrize("kv_mode", ["recursion", "shared", "shared_update"])
+def test_exact_flops_of_counted_tokens(kv_mode):
+    """Counted depths cost what capacities of just these shares cost, and the router."""
+    token = ModelConfig(routing="token", kv_mode=kv_mode)
+    no_router = dict(router_type="random", sampling="none")
+    expert = ModelConfig(kv_mode=kv_mode, capacity=(1, 10 / T, 3 / T), **no_router)
+    router = 2 * parameters(token).router
+    assert exact_flops(token, T, [T, 10, 3]) == pytest.approx(exact_flops(expert, T) + router)
+
+
 @each_config
 def test_cache_bytes_by_loops(config):
     stored = 0

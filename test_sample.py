@@ -45,6 +45,15 @@ KINDS = {
 PROMPTS = [list(b"def f(x):"), [], list(b"a"), list("é = 'naïve'\n".encode())]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads that hand each other tensors this small take longer than one alone."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def random_model(kind: str, seed: int = 0, cls=MoR) -> MoR:
     torch.manual_seed(seed)
     model = cls(ModelConfig(**SIZES | KINDS[kind])).eval()
@@ -110,7 +119,7 @@ def test_greedy_equals_the_full_pass_token_by_token(kind):
         all_depths |= set(depth)
     if model.config.routing != "none":
         assert all_depths >= {1, 2, 3}
-    assert ("expert_partial" == kind) == (0 in all_depths)
+    assert (kind == "expert_partial") == (0 in all_depths)
 
 
 def test_max_depth_caps_every_token():
@@ -140,14 +149,14 @@ def test_noise_differs_between_samples_tokens_and_seeds():
     assert len({tuple(x) for x in [*same, *other]}) == 4
     assert len({noise(*x) for x in itertools.product(range(10), repeat=3)}) == 1000
     u = np.array([noise(5, s, i) for s in range(40) for i in range(100)])
-    assert 0 <= u.min() and u.max() < 1 and abs(u.mean() - 0.5) < 0.02
+    assert u.min() >= 0 and u.max() < 1 and abs(u.mean() - 0.5) < 0.02
 
 
 def test_top_k_of_one_equals_greedy():
     model = random_model("expert")
     assert run(model, PROMPTS, top_k=1, temperature=3.0) == run(model, PROMPTS, temperature=0)
     tied = torch.zeros(1, 5)
-    assert probabilities(tied, 1.0, 1, 1.0).tolist() == [[1, 0, 0, 0, 0]]
+    assert (probabilities(tied, 1.0, 1, 1.0) > 0).tolist() == [[True] + [False] * 4]
 
 
 def expected(logits, temperature, top_k, top_p):
@@ -429,20 +438,19 @@ def test_depths_on_screen_and_page_are_those_of_the_full_pass(capsys, monkeypatc
     for depth in (1, 2, 3):
         assert f"depth {depth}: {2 * counts[depth]} tokens" in out
         assert f"depth {depth}: {2 * counts[depth]} tokens" in target.read_text()
-    assert f"18 tokens, " in err and f"mean depth {sum(depths) / len(depths):.2f} of 3" in err  # noqa
-    exponents = [
-        ("⁰¹²³".index(c)) for c in out.split("sample 2 ---\n")[1].split("depth")[0] if c in "⁰¹²³"
-    ]
+    assert "18 tokens, " in err and f"mean depth {sum(depths) / len(depths):.2f} of 3" in err
+    second = out.split("sample 2 ---\n")[1].split(" depth")[0]
+    exponents = ["⁰¹²³".index(c) for c in second if c in "⁰¹²³"]
     with_text = [d for t, d in pieces(list(zip(tokens, [*depths, None])), BYTES) if t and d is not None]
     assert exponents == with_text
     assert PageText(target.read_text()).titles[: len(with_text)] == [f"depth {d}" for d in with_text]
-    assert list(tmp_path.iterdir()) == [target, file] or sorted(tmp_path.iterdir()) == [target, file]
+    assert sorted(tmp_path.iterdir()) == [target, file]
 
 
 def test_goes_to_the_end_of_the_context_and_says_so(capsys, saved):
     assert main([f"--checkpoint={saved}", "--prompt=abcd", "--temperature=0"]) == 0
     err = capsys.readouterr().err
-    assert "note: the context of 64 ends after 61 new tokens.\n61 tokens, " in err
+    assert err.startswith("note: a sample ends where the context of 64 tokens is full.\n61 tokens, ")
 
 
 @pytest.mark.parametrize(
@@ -502,10 +510,10 @@ def test_a_bad_prompt_file_is_refused(capsys, tmp_path, saved, content, says):
     assert out == "" and says in err and err.count("\n") == 1 and str(file) in err
 
 
-def start(saved, *arguments, **kwargs) -> subprocess.Popen:
+def start(saved, *arguments) -> subprocess.Popen:
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     command = [sys.executable, "sample.py", f"--checkpoint={saved}", "--device=cpu", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, **pipes, **kwargs)
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
 
 
 @pytest.fixture(scope="module")

@@ -156,7 +156,7 @@ def train(given: dict, state: dict | None) -> None:
     config, t = build(given)
     device = pick_device(t.device)
     on_gpu = device.startswith("cuda")
-    t.batch_size = given["batch_size"] = t.batch_size or (64 if on_gpu else 16)
+    t.batch_size = given["batch_size"] = t.batch_size or (64 if on_gpu else 8)
     bfloat16 = t.dtype == "bfloat16" or (t.dtype == "auto" and on_gpu)
     autocast = torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bfloat16)
 

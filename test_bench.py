@@ -1,0 +1,133 @@
+"""The benchmark's tables on a tiny size: rows, ratios and activity agree; no test asserts a time."""
+
+import pytest
+import torch
+
+import bench
+import modelconfig
+from flops import exact_flops
+from modelconfig import PUBLISHED, SIZES, ModelConfig, preset
+
+SEQ = 48
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """A size of 14 layers, so that R = 2 and R = 3 both divide the inner ones."""
+    size = dict(n_layer=14, n_embd=32, n_ffn=48, n_head=4, n_kv_head=2, init_std=0.1)
+    monkeypatch.setitem(SIZES, "tiny", size)
+    monkeypatch.setitem(PUBLISHED, "vocab_size", 300)
+    monkeypatch.setattr(modelconfig, "PRESETS", [f"{kind}-tiny" for kind in modelconfig.KINDS])
+
+
+def table(capsys, *options: str) -> tuple[str, dict[str, list[str]], str]:
+    """Header, rows by name and closing lines of `bench.py train`."""
+    command = ["train", "--preset=tiny", f"--seq={SEQ}", "--device=cpu", "--rounds=2", *options]
+    assert bench.main(command) == 0
+    header, _, *lines = capsys.readouterr().out.splitlines()
+    n = len(bench.TRAINED)
+    rows = {name: line[len(name) :].split() for name, line in zip(bench.TRAINED, lines[:n])}
+    assert all(line.startswith(name) for name, line in zip(bench.TRAINED, lines))
+    return header, rows, " ".join(lines[n:])
+
+
+def test_rows_and_ratios(tiny, capsys):
+    header, rows, _ = table(capsys, "--batch=2")
+    for told in ("cpu", "threads", torch.__version__, "float32", f"seq {SEQ}", "batch 2"):
+        assert told in header
+    for layers, *_, measured, implied, ratio in rows.values():
+        assert layers == "14"
+        expected = float(measured.rstrip("x")) / float(implied.rstrip("x"))
+        assert float(ratio) == pytest.approx(expected, abs=0.003 * (1 + expected))
+    assert rows["vanilla"][-3:] == ["1.000x", "1.000x", "1.000"]
+    assert rows["recursive R=3"][-2] == "1.000x"  # as many unrolled layers, all tokens in each
+    for name, (kind, given) in bench.TRAINED.items():
+        if "token" in name:
+            continue
+        config = ModelConfig(**preset(f"{kind}-tiny", block_size=SEQ, **given))
+        vanilla = ModelConfig(**preset("vanilla-tiny", block_size=SEQ))
+        assert rows[name][-2] == f"{exact_flops(vanilla, SEQ) / exact_flops(config, SEQ):.3f}x"
+
+
+def test_measured_is_the_median_of_ratios_within_a_round(tiny, capsys, monkeypatch):
+    """A machine that grows slower from round to round; recursive takes twice as long as vanilla."""
+    rounds, cost = iter(range(100)), {"none": 1, "middle_cycle": 2}
+
+    def train_step(model, ids, machine):
+        slowness = 10 ** (next(rounds) // len(bench.TRAINED))
+        return slowness * cost[model.config.sharing], [1.0] * model.config.n_recursion
+
+    monkeypatch.setattr(bench, "train_step", train_step)
+    _, rows, closing = table(capsys, "--rounds=3")
+    assert [row[-3] for row in rows.values()] == ["1.000x", *["0.500x"] * 4]
+    assert all(row[-2] == "1.000x" for row in list(rows.values())[:2])
+    assert "100.0% 100.0% 100.0%" in closing
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_implied_follows_measured_activity(tiny, capsys, monkeypatch, leave):
+    """Every token made to leave after the first step, or after the last one."""
+
+    def bias(model, ids, machine):
+        model.router[0].balance_bias[0 if leave else -1] = 100
+
+    monkeypatch.setattr(bench, "even_depths", bias)
+    _, rows, closing = table(capsys)
+    vanilla = ModelConfig(**preset("vanilla-tiny", block_size=SEQ))
+    token = ModelConfig(**preset("mor-tiny", block_size=SEQ, routing="token"))
+    active = [SEQ, 0, 0] if leave else [SEQ] * 3
+    implied = exact_flops(vanilla, SEQ) / exact_flops(token, SEQ, active)
+    assert rows["MoR token R=3"][-2] == f"{implied:.3f}x"
+    assert (implied > 1.5) if leave else (implied < 1)
+    assert ("100.0% 0.0% 0.0%" if leave else "100.0% 100.0% 100.0%") in closing
+
+
+def test_even_depths(tiny):
+    given = {**bench.TRAINED["MoR token R=3"][1], "block_size": 300}
+    model = bench.MoR(ModelConfig(**preset("mor-tiny", **given)))
+    ids, machine = torch.randint(300, (1, 300)), bench.Machine("cpu")
+    bench.even_depths(model, ids, machine)
+    _, active = bench.train_step(model, ids, machine)
+    assert active == pytest.approx([1, 2 / 3, 1 / 3], abs=0.02)
+
+
+def test_peak_memory_is_that_of_the_model_alone():
+    """64 MiB freed before and 64 MiB held throughout do not count; 32 MiB freed since do."""
+    machine, mib = bench.Machine("cpu"), 2**20
+    held, freed = (torch.ones(16 * mib) for _ in range(2))
+    del freed
+    before = machine.reset_peak()
+    if before is None:
+        pytest.skip("this system does not tell the peak of resident memory")
+    x = torch.ones(8 * mib)
+    del x
+    y = torch.ones(mib)
+    assert (machine.peak() - before) / mib == pytest.approx(32, abs=8)
+    assert held.sum() + y.sum() == 17 * mib
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ((), "command"),
+        (("trian",), "trian"),
+        (("train", "--preset=135"), "'135m'"),
+        (("train", "--seq=0"), "--seq"),
+        (("train", "--batch=-1"), "--batch"),
+        (("train", "--rounds=two"), "--rounds"),
+        (("train", "--round=2"), "--round"),
+        (("train", "--device=tpu"), "cpu"),
+        (("train", "--device=cuda:99"), "cpu"),
+    ],
+)
+def test_bad_options(options, told, capsys):
+    assert bench.main(list(options)) == 2
+    done = capsys.readouterr()
+    assert done.out == "" and told in done.err
+    assert done.err.startswith("error: ") and done.err.count("\n") == 1
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as end:
+        bench.main(["train", "--help"])
+    assert end.value.code == 0 and "--rounds" in capsys.readouterr().out
