@@ -289,7 +289,7 @@ def cost_lines(config: ModelConfig, train: TrainConfig):
     yield "parameters", ", ".join(f"{short(n)} {name}" for n, name in zip(parameters(config), names))
     paper, exact = paper_flops(config), exact_flops(config)
     yield "FLOPs per token", f"{short(paper)} as the paper counts, {short(exact)} exact"
-    batch, passes = train.batch_size or 16, train.gradient_accumulation_steps
+    batch, passes = train.batch_size or 8, train.gradient_accumulation_steps
     tokens = batch * passes * config.block_size
     note = "" if train.batch_size else " (batch_size=0: as on a CPU)"
     yield "tokens per step", f"{tokens:,} = {batch} sequences x {passes} x {config.block_size}{note}"

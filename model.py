@@ -121,8 +121,6 @@ class MoR(nn.Module):
 
     # ---- the recursion loop ----
 
-    # ---- the recursion loop ----
-
     def hidden(
         self, ids: Tensor, rows: Ragged, cache: KVCache | None = None, rule="causal", max_depth=None
     ) -> tuple[Tensor, Routing]:
@@ -239,6 +237,8 @@ class MoR(nn.Module):
         """
         c = self.config
         n_seq, length = ids.shape
+        if not 0 < length <= c.block_size:
+            raise ValueError(f"sequences of {length} tokens do not fit block_size={c.block_size}.")
         cu_seqlens = torch.arange(n_seq + 1, device=ids.device) * length
         x, routed = self.hidden(ids.flatten(), ragged_batch(cu_seqlens, length), None, rule, max_depth)
         losses = {
@@ -261,7 +261,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, wants_gradients: bool) -> Tensor:
         valid = targets != -100
         n_valid = valid.sum()
         chunk = max(1, CHUNK_LOGITS // len(head))
@@ -272,10 +272,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             target = torch.where(valid[rows], targets[rows], 0)[:, None]
             log_p = F.linear(xs, head).float().log_softmax(1)
             loss -= (log_p.gather(1, target).squeeze(1) * valid[rows]).sum()
-            if ctx.needs_input_grad[0]:
+            if wants_gradients:
                 p = log_p.exp_()
                 p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
                 p.mul_((valid[rows] / n_valid)[:, None])
+                p = p.to(x.dtype)
                 x_grad[rows] = p @ head
                 if torch.is_autocast_enabled(x.device.type):  # which in-place operations escape
                     head_grad += p.T @ xs
@@ -287,9 +288,10 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         x_grad, head_grad = ctx.saved_tensors
-        return x_grad * grad, head_grad * grad, None
+        return x_grad * grad, head_grad * grad, None, None
 
 
 def lm_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy of targets (N,) under states x (N, d) and head (V, d); -100 is no target."""
-    return LinearCrossEntropy.apply(x, head, targets)
+    wants_gradients = torch.is_grad_enabled() and (x.requires_grad or head.requires_grad)
+    return LinearCrossEntropy.apply(x, head, targets, wants_gradients)

@@ -101,6 +101,7 @@ def layer_plan(sharing: str, n_layer: int, n_recursion: int) -> list[int]:
 def fitting_depths(sharing: str, n_layer: int, n_recursion: int) -> tuple[int, int]:
     """The valid unrolled depths at or below, and at or above, n_layer."""
     outer = 2 if sharing.startswith("middle") else 0
+    n_recursion = max(1, n_recursion)  # `check` refuses what is below
     blocks = (n_layer - outer) / n_recursion
     low, high = max(1, math.floor(blocks)), max(1, math.ceil(blocks))
     return low * n_recursion + outer, high * n_recursion + outer
@@ -124,7 +125,12 @@ def check(c: ModelConfig) -> None:
                  "n_recursion"):  # fmt: skip
         require(getattr(c, name) >= 1, f"{name}={getattr(c, name)} must be at least 1.")
     for name in ("rope_theta", "norm_eps", "init_std", "alpha", "router_temperature"):
-        require(getattr(c, name) > 0, f"{name}={getattr(c, name)} must be above 0.")
+        require(
+            0 < getattr(c, name) < math.inf, f"{name}={getattr(c, name)} must be above 0 and finite."
+        )
+    for name in ("capacity_warmup", "aux_coeff", "balance_coeff", "balance_rate", "z_coeff"):
+        value = getattr(c, name)
+        require(0 <= value < math.inf, f"{name}={value} must be finite and not negative; 0 is off.")
     require(
         c.n_embd % (2 * c.n_head) == 0,
         f"n_embd={c.n_embd} does not divide into n_head={c.n_head} heads of even width; "

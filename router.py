@@ -158,5 +158,5 @@ def load_figures(p: Tensor, depth: Tensor) -> dict[str, Tensor]:
         "counts": counts,
         "load": load,
         "max_vio": load.max() / load.mean() - 1,
-        "entropy": -(mean_p * mean_p.log()).sum(),
+        "entropy": torch.special.entr(mean_p).sum(),
     }

@@ -94,13 +94,16 @@ def convert(key: str, value, source: str):
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if wanted is bool and isinstance(value, bool):
         return value
-    if wanted is int and number and value == int(value):  # 1e6 is welcome where steps are meant
-        return int(value)
-    if wanted is float and number:
-        return float(value)
+    try:
+        if wanted is int and number and value == int(value):  # 1e6 is welcome where steps are meant
+            return int(value)
+        if wanted is float and number:
+            return float(value)
+    except OverflowError:  # no number of this machine
+        pass
     if wanted == tuple[float, ...]:
         values = value if isinstance(value, (tuple, list)) else (value,)
-        if all(isinstance(x, (int, float)) for x in values):
+        if all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in values):
             return tuple(float(x) for x in values)
     kind = "list of numbers" if wanted == tuple[float, ...] else wanted.__name__
     raise ValueError(f"{source}: {key} takes one {kind}, as {key}={FIELDS[key].default!r}.")
@@ -122,30 +125,32 @@ def read_config(path: str) -> dict:
     for node in tree.body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
+        targets = node.targets if isinstance(node, ast.Assign) else []
         try:
-            (target,) = node.targets
-            given[target.id] = convert(target.id, ast.literal_eval(node.value), path)
-        except (AttributeError, TypeError) as _:
-            pass
-        else:
-            continue
-        raise ValueError(f"{path}, line {node.lineno}: only assignments of literals are read.")
+            (name,) = (target.id for target in targets)
+            value = ast.literal_eval(node.value)
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise ValueError(
+                f"{path}, line {node.lineno} is not `name = literal`, which is all that is read; "
+                "write out its value."
+            ) from None
+        given[name] = convert(name, value, path)
     return given
 
 
 def parse(argv: list[str]) -> dict:
     """The settings that a command line gives, itself and through the config file it names."""
-    typed, from_file = {}, {}
+    typed, from_file = {}, None
     for arg in argv:
         if arg.startswith("--"):
             key, equals, value = arg[2:].partition("=")
             key = key.replace("-", "_")
             typed[key] = convert(key, value if equals else "True", "command line")
-        elif from_file:
+        elif from_file is not None:
             raise ValueError(f"{arg}: one config file is read, and there is one before it already.")
         else:
             from_file = read_config(arg)
-    return merge(from_file, typed)
+    return merge(from_file or {}, typed)
 
 
 def merge(first: dict, then: dict) -> dict:

@@ -35,10 +35,6 @@ def refusal(function, *args, **kwargs) -> str:
     return message
 
 
-def bug(*values, reason: str):
-    return pytest.param(*values, marks=pytest.mark.xfail(strict=True, reason=reason))
-
-
 # ---- config files --------------------------------------------------------------------------------
 
 
@@ -106,7 +102,7 @@ def test_anything_else_in_a_config_file_is_refused_and_not_run(tmp_path, line):
 
 
 @pytest.mark.parametrize("line", [
-    *STATEMENTS, *(bug(line, reason="names neither file nor line") for line in EXPRESSIONS),
+    *STATEMENTS, *EXPRESSIONS,
 ])  # fmt: skip
 def test_the_refusal_of_a_line_says_where_it_stands(tmp_path, line):
     path = write(tmp_path, "max_iters = 5\n" + line.format(path=str(tmp_path / "trap")) + "\n")
@@ -181,9 +177,6 @@ def test_a_flag_alone_is_true():
     assert parse(["--resume", "--seed=4"]) == {"resume": True, "seed": 4}
 
 
-INFINITE = "int(inf) raises OverflowError"
-
-
 @pytest.mark.parametrize("key, text", [
     ("max_iters", "many"), ("max_iters", "1.5"), ("max_iters", "True"), ("max_iters", "[1]"),
     ("max_iters", ""),
@@ -192,8 +185,8 @@ INFINITE = "int(inf) raises OverflowError"
     ("resume", "yes"), ("resume", "None"), ("capacity", "a,b"), ("capacity", "1,'x'"),
     ("capacity", "{1: 2}"),
     ("capacity", ""), ("capacity", "[[1]]"),
-    bug("max_iters", "1e999", reason=INFINITE), bug("learning_rate", "9" * 400, reason=INFINITE),
-    bug("capacity", "1,True,True", reason="booleans pass for numbers in a list"),
+    ("max_iters", "1e999"), ("learning_rate", "9" * 400),
+    ("capacity", "1,True,True"),
 ])  # fmt: skip
 def test_wrong_types_are_refused(tmp_path, key, text):
     message = refusal(parse, [f"--{key}={text}"])
@@ -263,11 +256,11 @@ def test_two_budgets_at_once_are_refused(tmp_path):
 
 def test_without_a_budget_there_is_the_default():
     _, train = build({})
-    assert (train.max_iters, train.max_tokens, train.max_flops) == (1000, 0, 0)
+    assert (train.max_iters, train.max_tokens, train.max_flops) == (1200, 0, 0)
 
 
 @pytest.mark.parametrize("first", [
-    "seed = 1", bug("", reason="a file without assignments is not noticed"),
+    "seed = 1", "",
 ])  # fmt: skip
 def test_a_second_config_file_is_refused(tmp_path, first):
     a, b = write(tmp_path, first, "a.py"), write(tmp_path, "seed = 2", "b.py")
@@ -374,7 +367,7 @@ def test_an_unknown_preset_is_told_the_nearest():
 
 
 @pytest.mark.parametrize("n_recursion", [
-    -1, bug(0, reason="ZeroDivisionError in fitting_depths"),
+    -1, 0,
 ])  # fmt: skip
 def test_a_preset_refuses_impossible_recursions(n_recursion):
     message = refusal(build, {"preset": "mor-135m", "n_recursion": n_recursion})
@@ -468,13 +461,13 @@ def test_refusals_name_a_choice_that_is_valid(wrong, says, fix):
 
 
 @pytest.mark.parametrize("wrong", [
-    bug(dict(capacity_warmup=-5), reason="not checked: the cosine then rises"),
-    bug(dict(balance_rate=-0.1, routing="token"), reason="not checked: drives the loads apart"),
-    bug(dict(aux_coeff=-1.0), reason="not checked: unlearns the causal rule"),
-    bug(dict(balance_coeff=-1.0, routing="token"), reason="not checked"),
-    bug(dict(z_coeff=-1.0), reason="not checked"),
-    bug(dict(alpha=float("inf")), reason="not checked"),
-    bug(dict(router_temperature=float("inf")), reason="not checked"),
+    dict(capacity_warmup=-5),
+    dict(balance_rate=-0.1, routing="token"),
+    dict(aux_coeff=-1.0),
+    dict(balance_coeff=-1.0, routing="token"),
+    dict(z_coeff=-1.0),
+    dict(alpha=float("inf")),
+    dict(router_temperature=float("inf")),
 ])  # fmt: skip
 def test_absurd_model_settings_are_refused(wrong):
     assert next(iter(wrong)) in refusal(ModelConfig, **wrong)
