@@ -398,7 +398,7 @@ def test_config_command(tmp_path):
 
 
 def test_config_command_on_a_vanilla_model():
-    done = run("--sharing=none", "--n_recursion=1", "--routing=none", "--max_tokens=40960")
+    done = run("--sharing=none", "--n_recursion=1", "--routing=none", "--max_tokens=20480")
     assert done.returncode == 0, done.stderr
     assert "1.000x as the paper counts, 1.000x exact" in done.stdout
     assert "10 steps" in done.stdout and "on a CPU" in done.stdout
