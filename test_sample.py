@@ -143,6 +143,23 @@ def test_a_sample_does_not_depend_on_its_companions(kind):
     assert (among[1], among[3]) == (together[1], together[3])
 
 
+@pytest.mark.parametrize("kind", ["expert_shared", "token"])
+def test_sampling_equals_the_full_pass_and_the_noise_of_sample_and_token(kind):
+    model = random_model(kind)
+    wanted = []
+    for s, prompt in enumerate(PROMPTS):
+        tokens = prompt or [END]
+        for index in range(12):
+            p = expected(full_pass(model, tokens)[0][-1].tolist(), 1.2, 50, 0.9)
+            tokens = [*tokens, int(np.argmax(np.cumsum(p) > noise(8, s, index)))]
+            if tokens[-1] in (END, ord("e")):
+                break
+        wanted.append(tokens)
+    _, got, _ = run(model, PROMPTS, n=12, temperature=1.2, top_k=50, top_p=0.9, seed=8, stop=["e"])
+    assert got == wanted
+    assert len({len(g) - len(p or [END]) for g, p in zip(got, PROMPTS)}) > 1  # some end before others
+
+
 def test_noise_differs_between_samples_tokens_and_seeds():
     same, *_ = run(random_model("expert"), [PROMPTS[0]] * 3, temperature=1.0, seed=1)
     other, *_ = run(random_model("expert"), [PROMPTS[0]], temperature=1.0, seed=2)
@@ -173,7 +190,16 @@ def expected(logits, temperature, top_k, top_p):
 
 @pytest.mark.parametrize(
     "temperature, top_k, top_p",
-    [(1, 0, 1), (0.5, 0, 1), (2, 3, 1), (1, 0, 0.6), (1.5, 4, 0.7), (1, 99, 0.01), (1, 0, 0.999999)],
+    [
+        (1, 0, 1),
+        (0.5, 0, 1),
+        (2, 3, 1),
+        (1, 0, 0.6),
+        (1.5, 4, 0.7),
+        (1, 99, 0.01),
+        (1, 0, 0.999999),
+        (1, 2, 0.5),
+    ],
 )
 def test_frequencies_match_the_distribution(temperature, top_k, top_p):
     logits = [0.3, 2.0, -1.0, 1.1, 1.9, -0.2]
@@ -198,6 +224,19 @@ def test_generated_frequencies_match_the_model():
     counts = np.bincount([x[0] for x in new], minlength=BYTES.n_vocab)
     assert (p > 0).sum() > 2 and (counts[p == 0] == 0).all()
     assert ((counts - 2000 * p)[p > 0] ** 2 / (2000 * p[p > 0])).sum() < 25
+
+
+def test_top_p_keeps_no_token_beyond_an_exact_sum():
+    logits = torch.tensor([[1.0, 2.0, 1.0]]).log()
+    assert [(probabilities(logits, 1.0, 0, p) > 0).sum() for p in (0.5, 0.75, 0.76)] == [1, 2, 3]
+
+
+def test_noise_just_below_one_draws_the_last_token(monkeypatch):
+    model = random_model("vanilla")
+    with torch.no_grad():
+        model.model.norm.weight.zero_()  # all tokens are alike
+    monkeypatch.setattr(sample, "noise", lambda *numbers: 1 - 2**-53)
+    assert run(model, [[1]], n=1, temperature=1.0)[0] == [[BYTES.n_vocab - 1]]
 
 
 def test_any_noise_draws_a_token_that_has_weight():
@@ -406,20 +445,20 @@ def scripted(monkeypatch, saved):
 
 
 @pytest.mark.parametrize(
-    "arguments, script, shown",
+    "arguments, script, shown, n_new",
     [
-        (["--prompt=ab"], b"cd", "abcd"),
-        (["--prompt", "x STOP"], b" y STO ST STOP z", "x STOP y STO ST "),
-        (["--prompt=", "--stop", "\n\n", "--stop=é"], "a\nbéc\n\n".encode(), "a\nb"),
-        (["--prompt=€", "--max_new_tokens=4"], "€€".encode(), "€€"),
-        (["--prompt=x", "--max_new_tokens", "0"], b"y", "x"),
+        (["--prompt=ab"], b"cd", "abcd", 3),
+        (["--prompt", "x STOP"], b" y STO ST STOP z", "x STOP y STO ST ", 14),
+        (["--prompt=", "--stop", "\n\n", "--stop=é"], "a\nbéc\n\n".encode(), "a\nb", 5),
+        (["--prompt=€", "--max_new_tokens=4"], "€€".encode(), "€€", 4),
+        (["--prompt=x", "--max_new_tokens", "0"], b"y", "x", 0),
     ],
 )
-def test_prints_prompt_and_continuation(capsys, scripted, arguments, script, shown):
+def test_prints_prompt_and_continuation(capsys, scripted, arguments, script, shown, n_new):
     assert scripted(script, *arguments, "--stop=STOP") == 0
     out, err = capsys.readouterr()
     assert out == shown + "\n"
-    assert re.fullmatch(r"\d+ tokens, .* tokens/s, cache [\d,]+ bytes, mean depth .* of 3\n", err)
+    assert re.fullmatch(rf"{n_new} tokens, .* tokens/s, cache [\d,]+ bytes, mean depth .* of 3\n", err)
 
 
 def test_depths_on_screen_and_page_are_those_of_the_full_pass(capsys, monkeypatch, tmp_path, saved):
@@ -445,6 +484,18 @@ def test_depths_on_screen_and_page_are_those_of_the_full_pass(capsys, monkeypatc
     assert exponents == with_text
     assert PageText(target.read_text()).titles[: len(with_text)] == [f"depth {d}" for d in with_text]
     assert sorted(tmp_path.iterdir()) == [target, file]
+
+
+def test_passes_every_setting_on(monkeypatch, saved):
+    given_on = {}
+    monkeypatch.setattr(sample, "generate", lambda *a, **settings: given_on.update(settings) or iter(()))
+    wanted = dict(max_new_tokens=7, temperature=0.3, top_k=5, top_p=0.6, seed=9, stop=["q"], max_depth=2)
+    flags = [f"--{name}={value[0] if name == 'stop' else value}" for name, value in wanted.items()]
+    assert main([f"--checkpoint={saved}", "--prompt=x", *flags]) == 0 and given_on == wanted
+    assert main([f"--checkpoint={saved}", "--prompt=x"]) == 0
+    assert given_on == dict(
+        max_new_tokens=256, temperature=0.8, top_k=0, top_p=1.0, seed=1337, stop=[], max_depth=None
+    )
 
 
 def test_goes_to_the_end_of_the_context_and_says_so(capsys, saved):
