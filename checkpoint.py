@@ -47,12 +47,12 @@ def load(path: Path) -> dict:
 
 def load_model(state: dict, device: str = "cpu") -> MoR:
     """The model of a loaded checkpoint, ready to generate."""
-    model = MoR(ModelConfig(**state["model_config"]))
     try:
+        model = MoR(ModelConfig(**state["model_config"]))
         model.load_state_dict(state["model"])
-    except RuntimeError as error:
-        reason = str(error).split("\n")[1].strip()
+    except (RuntimeError, TypeError) as error:  # weights or settings that another version wrote
+        reason = " ".join(str(error).split())[:150]
         raise ValueError(
-            f"the checkpoint's weights do not fit its own configuration: {reason}; restore a copy of it."
+            f"the checkpoint does not fit this version or its own configuration ({reason}); train again."
         ) from None
     return model.to(device).eval()

@@ -327,10 +327,7 @@ def prepare(args: argparse.Namespace) -> tuple[MoR, tiktoken.Encoding, list[int]
     except OSError as error:
         raise ValueError(f"html={args.html} cannot be written: {error.strerror}.") from None
     device, state = pick_device(args.device), checkpoint.load(args.checkpoint)
-    try:
-        model, encoding = checkpoint.load_model(state, device), get_encoding(state["encoding"])
-    except TypeError as error:  # settings or values that another version wrote
-        raise ValueError(f"{args.checkpoint} does not fit this version: {error}; train again.") from None
+    model, encoding = checkpoint.load_model(state, device), get_encoding(state["encoding"])
     path, c, n_vocab, deepest = args.checkpoint, model.config, encoding.n_vocab, args.max_depth
     prompt = encoding.encode_ordinary(read_prompt(args)) or [encoding.eot_token]
     n, finite = len(prompt), all(p.isfinite().all() for p in model.parameters())
