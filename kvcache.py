@@ -27,9 +27,6 @@ class PassKV:
         """The layers from here on run on these rows."""
         self.rows = rows
 
-    def makes_keys(self, layer: int) -> bool:
-        return self.config.makes_keys(layer)
-
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Attention (n, H, D) of unrolled layer `layer`; k and v are None where it reuses older ones."""
         source = self.config.first_use[layer]
@@ -94,9 +91,6 @@ class KVCache:
         visible[self.padded] = place + 1
         self.n_key = int(visible.max())
         self.mask = torch.arange(self.n_key, device=self.device) < visible[:, None, :, None]
-
-    def makes_keys(self, layer: int) -> bool:
-        return self.config.makes_keys(layer)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if k is not None:

@@ -34,7 +34,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: PassKV | KVCache, layer: int) -> Tensor:
         q = rotate(self.q_proj(x).view(len(x), -1, self.head_dim), cos, sin)  # (N, H, D)
         k = v = None
-        if kv.makes_keys(layer):
+        if kv.config.makes_keys(layer):
             k = rotate(self.k_proj(x).view(len(x), -1, self.head_dim), cos, sin)  # (N, Hkv, D)
             v = self.v_proj(x).view(len(x), -1, self.head_dim)
         return self.o_proj(kv.attend(layer, q, k, v).flatten(1))

@@ -88,7 +88,7 @@ class ModelConfig:
 
 
 def layer_plan(sharing: str, n_layer: int, n_recursion: int) -> list[int]:
-    """The physical layer of each unrolled layer (DESIGN: parameter sharing; paper table 1)."""
+    """The physical layer of each unrolled layer (paper section 2.1, table 1)."""
     if sharing == "none":
         return list(range(n_layer))
     if sharing.startswith("middle"):
