@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import Ragged, depth_attention
+from modelconfig import ModelConfig
 
 
 class PassKV:
     """Keys and values of one forward pass over whole sequences; nothing outlives the pass."""
 
-    def __init__(self, config):
+    def __init__(self, config: ModelConfig):
         self.config = config
-        self.made = {}  # unrolled layer -> keys, values and their rows
+        self.made = {}  # unrolled layer -> its keys and values
 
     def begin(self, rows: Ragged) -> None:
         self.all_rows = rows
@@ -44,9 +45,6 @@ class PassKV:
         everyone = self.rows.index is None
         return depth_attention(q, k, v, self.rows, self.rows if everyone else self.all_rows)
 
-    def commit(self) -> None:
-        self.made.clear()
-
 
 class KVCache:
     """Keys and values of `n_seq` growing sequences of up to `max_len` tokens each.
@@ -61,29 +59,25 @@ class KVCache:
     have to merge two lists by position.
     """
 
-    def __init__(self, config, n_seq: int, max_len: int, device="cpu", dtype=torch.float32):
+    def __init__(self, config: ModelConfig, n_seq: int, max_len: int, device="cpu", dtype=torch.float32):
         self.config = config
         self.shape = (n_seq, max_len, config.n_kv_head, config.head_dim)
         self.k, self.v = {}, {}  # unrolled layer -> stored keys, values; allocated when first made
-        self.step = {}  # unrolled layer -> the recursion step that it stores for
         self.device, self.dtype = device, dtype
-        # Tokens stored per sequence, by each recursion step and (None) by the layers outside of it.
-        self.stored = {
-            s: torch.zeros(n_seq, dtype=torch.long, device=device)
-            for s in (None, *range(config.n_recursion))
-        }
         self.seen = torch.zeros(n_seq, dtype=torch.long, device=device)  # (n_seq,) tokens so far
+        self.stored = [torch.zeros_like(self.seen) for _ in range(config.n_recursion)]  # … by each step
 
     def begin(self, rows: Ragged) -> None:
-        """Opens a call with new tokens, at positions `seen` and up of every sequence."""
-        self.new_tokens = rows.cu_seqlens.diff()
-        self.added = {}
+        """Opens a pass over new tokens, at positions `seen` and up of every sequence."""
+        self.seen = self.seen + rows.cu_seqlens.diff()
 
     def enter(self, rows: Ragged, step: int | None) -> None:
         sequence, counts = rows.sequence(), rows.cu_seqlens.diff()
         rank = torch.arange(len(sequence), device=sequence.device) - rows.cu_seqlens[sequence]
-        self.current, self.added[step] = step, counts
-        place = rank + self.stored[step][sequence] if self.config.kv_mode == "recursion" else rows.pos
+        place = rows.pos
+        if self.config.kv_mode == "recursion" and step is not None:
+            place = rank + self.stored[step][sequence]
+            self.stored[step] = self.stored[step] + counts
         self.place = sequence, place
         # Queries are padded to (B, T); a padded one sees one key, and nobody reads what it gets.
         self.padded = sequence, rank
@@ -116,20 +110,13 @@ class KVCache:
             if n not in self.k:
                 self.k[n] = torch.zeros(self.shape, device=self.device, dtype=self.dtype)
                 self.v[n] = torch.zeros_like(self.k[n])
-                self.step[n] = self.current
             self.k[n][self.place] = k.to(self.dtype)
             self.v[n][self.place] = v.to(self.dtype)
 
-    def commit(self) -> None:
-        """Closes the call: its tokens count as stored from here on."""
-        for step, counts in self.added.items():
-            self.stored[step] += counts
-        self.seen += self.new_tokens
-
     def bytes_in_use(self) -> int:
-        """Bytes of all stored keys and values."""
-        if self.config.kv_mode == "recursion":
-            rows = sum(int(self.stored[step].sum()) for step in self.step.values())
-        else:
-            rows = int(self.seen.sum()) * len(self.step)
+        """Bytes of the rows in use; each layer's tensor is allocated for max_len of them."""
+        steps = [self.config.steps[layer] for layer in self.k]
+        if self.config.kv_mode != "recursion" or self.config.routing == "none":
+            steps = [None] * len(steps)
+        rows = sum(int((self.seen if step is None else self.stored[step]).sum()) for step in steps)
         return rows * 2 * self.config.n_kv_head * self.config.head_dim * self.dtype.itemsize

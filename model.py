@@ -22,6 +22,8 @@ CHUNK_LOGITS = 2**25  # logits that the loss holds at a time: 128 MiB in float32
 
 
 class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; `kv` keeps keys and values, and attends."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.head_dim = config.head_dim
@@ -41,6 +43,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """SwiGLU."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.n_embd, config.n_ffn, bias=False)
@@ -77,7 +81,6 @@ class Routing:
     """What the routers did in one pass."""
 
     depth: Tensor  # (N,) recursion steps that each token took
-    active: list[Tensor] = field(default_factory=list)  # per step, the rows that took part; routed only
     losses: dict[str, Tensor] = field(default_factory=dict)  # before their coefficients
     figures: dict[str, Tensor] = field(default_factory=dict)
 
@@ -131,6 +134,10 @@ class MoR(nn.Module):
         that it holds, and join it.
         """
         c = self.config
+        if rule not in ("top-k", "causal"):
+            raise ValueError(f"rule={rule!r} is not known; there are 'top-k' and 'causal'.")
+        if rule == "top-k" and rows.length is None and c.routing == "expert":
+            raise ValueError("rule='top-k' takes sequences of one length; use rule='causal' for these.")
         max_depth = c.n_recursion if max_depth is None else max_depth
         if not 1 <= max_depth <= c.n_recursion:
             raise ValueError(
@@ -146,10 +153,11 @@ class MoR(nn.Module):
         else:
             own = self.layers_of(None)  # first and last of Middle-Cycle
             x = self.run(own[:1], x, rows, kv, None)
-            loop = self.expert_choice if c.routing == "expert" else self.token_choice
-            x, routed = loop(x, rows, kv, rule, max_depth)
+            if c.routing == "expert":
+                x, routed = self.expert_choice(x, rows, kv, rule, max_depth)
+            else:
+                x, routed = self.token_choice(x, rows, kv, max_depth)
             x = self.run(own[1:], x, rows, kv, None)
-        kv.commit()
         return self.model.norm(x), routed
 
     def layers_of(self, step: int | None) -> list[int]:
@@ -174,7 +182,7 @@ class MoR(nn.Module):
             k = max(1, int(self.capacity[r] * length)) if rule == "top-k" else None
             aux_router = self.aux_router[r] if self.config.sampling == "aux_router" else None
             keep, gate, losses, step_figures = routing.select(
-                self.config, r, h, rows, self.router[r], aux_router, k, self.training
+                self.config, r, h, rows, self.router[r], aux_router, k
             )
             for name, loss in losses.items():
                 routed.losses[name] = routed.losses.get(name, 0.0) + loss
@@ -188,13 +196,12 @@ class MoR(nn.Module):
             index = torch.arange(n_row, device=x.device) if rows.index is None else rows.index
             x = x.index_add(0, index, y)  # x[A_r] += g * y
             routed.depth = routed.depth.index_fill(0, index, r + 1)
-            routed.active.append(index)
         if rule == "top-k":
             routed.figures = {n: torch.stack([f[n] for f in figures]) for n in figures[0]}
             routed.figures["dead"] = routing.dead_tokens(index, length)
         return x, routed
 
-    def token_choice(self, x: Tensor, rows: Ragged, kv, rule: str, max_depth: int):
+    def token_choice(self, x: Tensor, rows: Ragged, kv, max_depth: int):
         """One router gives every token its depth before step 0; causal, so one rule serves both uses."""
         c, router = self.config, self.router[0]
         logits = routing.router_logits(router, x, c.router_temperature)  # (N, R)
@@ -207,21 +214,18 @@ class MoR(nn.Module):
         )
         if c.balancing == "loss":
             routed.losses["balance_loss"] = routing.balance_loss(p, choice)
-        h, left, finished = x, routed.depth, []
-        index = torch.arange(len(x), device=x.device)
+        gate = p.gather(1, choice[:, None])
+        out, h, index = x, x, torch.arange(len(x), device=x.device)
         for r in range(max_depth):
             if len(h) == 0:
                 break
-            routed.active.append(index)
             y = self.run(self.layers_of(r), h, rows, kv, r)
-            done = (left == r + 1).nonzero().squeeze(1)
-            keep = (left > r + 1).nonzero().squeeze(1)
-            finished.append((index[done], y[done]))
-            rows, h, left, index = rows.take(keep), y[keep], left[keep], index[keep]
-        order = torch.cat([i for i, _ in finished]).argsort()
-        y = torch.cat([y for _, y in finished])[order]  # (N, d), each token's last step
-        gate = p.gather(1, choice[:, None])
-        return x + (gate * y).to(x.dtype), routed
+            left = routed.depth[index] - (r + 1)  # steps still to come
+            done, keep = (left == 0).nonzero().squeeze(1), left.nonzero().squeeze(1)
+            finished = index[done]
+            out = out.index_add(0, finished, (gate[finished] * y[done]).to(x.dtype))
+            rows, h, index = rows.take(keep), y[keep], index[keep]
+        return out, routed
 
     # ---- head and loss ----
 
@@ -229,7 +233,9 @@ class MoR(nn.Module):
         """Final states (..., d) to float32 logits (..., V)."""
         return F.linear(x, self.model.embed_tokens.weight).float()
 
-    def forward(self, ids: Tensor, targets: Tensor, rule="top-k", max_depth=None):
+    def forward(
+        self, ids: Tensor, targets: Tensor, rule="top-k", max_depth: int | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Sequences ids (B, T) and targets (B, T), -100 where there is none, to a loss and figures.
 
         The loss is the mean cross entropy plus the routers' losses times their coefficients. Figures
@@ -266,7 +272,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         n_valid = valid.sum()
         chunk = max(1, CHUNK_LOGITS // len(head))
         loss = x.new_zeros((), dtype=torch.float32)
-        x_grad, head_grad = torch.empty_like(x), torch.zeros_like(head)
+        x_grad = head_grad = None
+        if wants_gradients:
+            x_grad, head_grad = torch.empty_like(x), torch.zeros_like(head)
         for i in range(0, len(x), chunk):
             xs, rows = x[i : i + chunk], slice(i, i + chunk)
             target = torch.where(valid[rows], targets[rows], 0)[:, None]

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import Ragged
+from modelconfig import ModelConfig
 
 
-def make_router(config, n_out: int) -> nn.Module:
+def make_router(config: ModelConfig, n_out: int) -> nn.Module:
     """A router d -> n_out without biases; its input is the residual stream."""
     d = config.n_embd
     if config.router_type == "random":
@@ -38,8 +39,8 @@ def router_logits(router: nn.Module, h: Tensor, temperature: float) -> Tensor:
 def random_scores(pos: Tensor, step: int, fresh: bool) -> Tensor:
     """(N,) uniform scores in [0, 1), the baseline without a learned router.
 
-    Training draws fresh ones from torch's seeded generator. Evaluation and generation hash step and
-    position, so that a token is treated alike whether it comes alone or in a long prompt.
+    Top-k draws fresh ones from torch's seeded generator. The causal rule hashes step and position, so
+    that a token is treated alike whether it comes alone or in a long prompt.
     """
     if fresh:
         return torch.rand(len(pos), device=pos.device)
@@ -49,7 +50,7 @@ def random_scores(pos: Tensor, step: int, fresh: bool) -> Tensor:
     return ((x ^ (x >> 16)) >> 8).float() / 2**24
 
 
-def gate(logits: Tensor, config) -> Tensor:
+def gate(logits: Tensor, config: ModelConfig) -> Tensor:
     """The weights p of a step's output; softmax runs over the last axis, the depths."""
     if config.router_type == "random":
         return config.alpha * logits
@@ -71,13 +72,13 @@ class Selection(NamedTuple):
 
 
 def select(
-    config, step: int, h: Tensor, rows: Ragged, router: nn.Module, aux_router: nn.Module | None,
-    k: int | None, training: bool,
+    config: ModelConfig, step: int, h: Tensor, rows: Ragged, router: nn.Module,
+    aux_router: nn.Module | None, k: int | None,
 ) -> Selection:  # fmt: skip
     """Scores the tokens in play, h (n, d), and takes the best k of each sequence (all of them have the
     same number in play), or, where k is None, those that the causal rule takes."""
     if config.router_type == "random":
-        logits = random_scores(rows.pos, step, fresh=training)
+        logits = random_scores(rows.pos, step, fresh=k is not None)
     else:
         logits = router_logits(router, h, config.router_temperature).squeeze(1)
     gates = gate(logits, config)
@@ -108,7 +109,7 @@ def top_k(p: Tensor, n_seq: int, k: int) -> Tensor:
     return (best.sort(dim=1).values + first_row).flatten()
 
 
-def causal_choice(scores: Tensor, config, step: int) -> Tensor:
+def causal_choice(scores: Tensor, config: ModelConfig, step: int) -> Tensor:
     """(N,) bool: what generation does with each token in play, from that token alone.
 
     `scores` are the raw logits of the main router, or of the auxiliary router if there is one.
@@ -118,9 +119,7 @@ def causal_choice(scores: Tensor, config, step: int) -> Tensor:
     if config.router_type == "random":  # the share that this step keeps of those in play
         in_play = config.capacity[step - 1] if step else 1
         return scores >= 1 - config.capacity[step] / in_play
-    if config.router_func == "tanh" and config.sampling != "aux_router":
-        return scores >= 0
-    return scores.sigmoid() >= 0.5
+    return scores >= 0  # where sigmoid reaches 0.5, and tanh 0
 
 
 def dead_tokens(taken: Tensor, length: int) -> Tensor:

@@ -374,9 +374,6 @@ def test_states_and_depths_equal_the_naive_model(sharing, routed, kv_mode):
             np.testing.assert_allclose(x, expected, 1e-4, 2e-5 * abs(expected).max())
             logits = np.concatenate([run.logits for run in runs])
             np.testing.assert_allclose(model.logits(x), logits, 1e-4, 2e-5 * abs(logits).max())
-            for r, rows_active in enumerate(routed_as.active):
-                active = [n for n, d in enumerate(routed_as.depth.tolist()) if d > r]
-                assert rows_active.tolist() == active
             seen |= set(routed_as.depth.tolist())
     assert seen
 
@@ -424,15 +421,18 @@ def test_random_router_takes_the_best_scores_and_gates_by_them():
     )
     model = random_model(config, 0).eval()
     ids = torch.randint(0, 30, (3, 30))
+    torch.manual_seed(5)
     _, figures = model(ids, ids)
-    in_play = list(range(30))
+    torch.manual_seed(5)
+    in_play = [[*range(30)] for _ in ids]
     for r, k in enumerate((30, 20, 10)):
-        score = {
-            t: s for t, s in enumerate(routing.random_scores(torch.arange(30), r, fresh=False).tolist())
-        }
-        in_play = sorted(in_play, key=lambda t: -score[t])[:k]
-        assert figures["gate"][r].item() == pytest.approx(0.1 * np.mean([score[t] for t in in_play]))
-    assert figures["dead"].item() == pytest.approx(2 / 3)  # alike in every sequence
+        drawn = torch.rand(sum(map(len, in_play))).view(len(ids), -1).tolist()
+        best = [sorted(zip(scores, rows), reverse=True)[:k] for scores, rows in zip(drawn, in_play)]
+        in_play = [sorted(t for _, t in pairs) for pairs in best]
+        taken = [score for pairs in best for score, _ in pairs]
+        assert figures["gate"][r].item() == pytest.approx(0.1 * np.mean(taken))
+    last = set(sum(in_play, []))  # sequences differ, so together they reach more than 10 positions
+    assert len(last) > 10 and figures["dead"].item() == pytest.approx(1 - len(last) / 30)
     assert not [n for n, _ in model.named_parameters() if "router" in n]
     torch.manual_seed(5)
     first = model.train()(ids, ids)[0]
