@@ -130,7 +130,10 @@ def bench_train(args: argparse.Namespace) -> None:
     torch.manual_seed(SEED)
     ids = torch.randint(preset("vanilla-" + args.preset)["vocab_size"], (args.batch, args.seq))
     ids = ids.to(machine.device)
-    print(f"training step of {args.preset}: {machine.describe()}, seq {args.seq}, batch {args.batch}")
+    print(
+        f"training step of {args.preset}: forward and backward, without the optimizer and its memory\n"
+        f"{machine.describe()}, seq {args.seq}, batch {args.batch}"
+    )
     models, configs = {}, {}
     with tqdm(total=len(TRAINED) * (args.rounds + 1), unit="step", disable=None) as bar:
         for name, (kind, given) in TRAINED.items():  # the warm-up round
@@ -150,7 +153,7 @@ def bench_train(args: argparse.Namespace) -> None:
                 bar.update()
     # Every row's FLOPs follow the tokens that were active, not those that should have been.
     flops = {
-        name: exact_flops(config, args.seq, [share * args.seq for share in active[name]])
+        name: exact_flops(config, [share * args.seq for share in active[name]])
         for name, config in configs.items()
     }
     rows = []
@@ -174,9 +177,9 @@ def bench_train(args: argparse.Namespace) -> None:
     )
     shares = " ".join(f"{share:.1%}" for share in active["MoR token R=3"])
     print(
-        f"Medians of {args.rounds} rounds; params outside the embedding; implied: exact FLOPs of active "
-        "tokens.\nToken-choice: the loss-free bias was tuned on this batch; active per step are "
-        f"{shares} of its tokens."
+        f"Medians of {args.rounds} rounds; params outside the embedding; implied: exact FLOPs of a "
+        "sequence of mean activity.\nToken-choice: the loss-free bias was tuned on this batch; active per "
+        f"step are {shares} of its tokens."
     )
 
 

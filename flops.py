@@ -3,21 +3,20 @@
 The paper's count makes runs of equal cost comparable: forward pass, weights of the layers and causal
 attention, in shares c_r of the tokens. The exact count (true key and value heads, output head,
 routers, whole tokens) is for model FLOPs utilisation. `python flops.py` recomputes the published
-runs; `python flops.py config/x.py [--key=value …]` tells what one configuration costs.
+figures; with a config file or settings, as `python flops.py --max_iters=1000`, it tells what one run
+costs.
 """
 
-import csv
+import math
 import sys
 from dataclasses import replace
-from decimal import Decimal
-from pathlib import Path
 from typing import NamedTuple
 
 from modelconfig import CHOICES, ModelConfig, preset
 from settings import TrainConfig, build, help_text, parse
 
-PUBLISHED = Path(__file__).parent / "reference" / "published"
 TRAINING = 3  # a training step is a forward pass and a backward pass of twice its FLOPs
+ROUTER_HIDDEN = {"linear": 0, "mlp": 2, "wide_mlp": 4}  # hidden widths in n_embd; 0: one matrix
 
 
 # ---- who computes what -----------------------------------------------------------------------------
@@ -61,17 +60,15 @@ def paper_flops(config: ModelConfig) -> float:
     return total
 
 
-def exact_flops(
-    config: ModelConfig, seq_len: int | None = None, per_step: list[float] | None = None
-) -> float:
-    """Forward FLOPs per token of a sequence (default block_size): every multiply-add of a matrix, twice.
+def exact_flops(config: ModelConfig, per_step: list[float] | None = None) -> float:
+    """Forward FLOPs per token of a block_size sequence: every multiply-add of a matrix, twice.
 
     A pair of query and visible key costs 4 * head_dim per head. n active tokens make n(n+1)/2 pairs
     among themselves; over all T keys n(T+1)/2, the expectation with active positions spread evenly.
     Token-choice counts as balanced, expert-choice at its final capacities, unless `per_step` tells how
-    many tokens of a sequence took each recursion step.
+    many tokens of the sequence took each recursion step.
     """
-    length, d = seq_len or config.block_size, config.n_embd
+    length, d = config.block_size, config.n_embd
     active = active_tokens(config, length)
     if per_step is not None:
         active = [length if step is None else per_step[step] for step in config.steps]
@@ -102,7 +99,20 @@ def budget_tokens(config: ModelConfig, flops: float) -> float:
 
 def budget_steps(config: ModelConfig, flops: float, tokens_per_step: int) -> int:
     """Optimizer steps that a budget of forward FLOPs pays, to the nearest (section 3)."""
-    return max(1, round(budget_tokens(config, flops) / tokens_per_step))
+    steps = budget_tokens(config, flops) / tokens_per_step
+    if not steps < math.inf:
+        raise ValueError(f"a budget of {flops} FLOPs never ends; give a finite max_flops.")
+    return max(1, round(steps))
+
+
+def run_steps(config: ModelConfig, train: TrainConfig, batch_size: int) -> int:
+    """Optimizer steps of a run: those given, or those that its budget of tokens or FLOPs pays."""
+    tokens_per_step = batch_size * train.gradient_accumulation_steps * config.block_size
+    if train.max_flops:
+        return budget_steps(config, train.max_flops, tokens_per_step)
+    if train.max_tokens:
+        return max(1, round(train.max_tokens / tokens_per_step))
+    return train.max_iters
 
 
 # ---- parameters and memory -------------------------------------------------------------------------
@@ -125,8 +135,13 @@ def router_weights(config: ModelConfig) -> int:
     """Weights of all routers; expert-choice has one per step, and auxiliary ones if asked for."""
     if config.routing == "none" or config.router_type == "random":
         return 0
+    if config.router_type not in ROUTER_HIDDEN:
+        raise ValueError(
+            f"router_type={config.router_type!r} has no known cost; add its hidden width, in multiples "
+            "of n_embd, to ROUTER_HIDDEN in flops.py."
+        )
     n_out = config.n_recursion if config.routing == "token" else 1
-    hidden = {"linear": 0, "mlp": 2, "wide_mlp": 4}[config.router_type] * config.n_embd
+    hidden = ROUTER_HIDDEN[config.router_type] * config.n_embd
     one = hidden * (config.n_embd + n_out) if hidden else config.n_embd * n_out
     if config.routing == "token":
         return one
@@ -161,107 +176,12 @@ def relative_batch(n_recursion: int, vanilla: int = 32) -> int:
     return vanilla * 2 * n_recursion // (n_recursion + 1)
 
 
-# ---- python flops.py: the published runs -----------------------------------------------------------
-
-
-def read(name: str) -> list[dict[str, str]]:
-    with open(PUBLISHED / name, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def config_of(row: dict[str, str], base: str = "360m", **overrides) -> ModelConfig:
-    """The model of a row of a published table; what the row does not say is the preset's."""
-    columns = {"n_recursion": "recursions", "n_layer": "unrolled_layers", "routing": "routing",
-               "kv_mode": "kv", "sharing": "sharing"}  # fmt: skip
-    given = {key: row[column] for key, column in columns.items() if row.get(column)}
-    given = {key: int(value) if key.startswith("n_") else value for key, value in given.items()}
-    kind = row.get("model") or ("recursive" if given.get("sharing") else "vanilla")
-    return ModelConfig(**preset(f"{kind}-{base.lower()}", **given | overrides))
+# ---- python flops.py config/x.py: one run ----------------------------------------------------------
 
 
 def describe(config: ModelConfig) -> str:
     routing = f" {config.routing}-choice {config.kv_mode}" if config.routing != "none" else ""
     return f"{config.sharing.replace('none', 'vanilla')} R={config.n_recursion}{routing}"
-
-
-def models_with_parameters():
-    """(base, model, millions of parameters, physical layers if listed) of every row that has them."""
-    for row in read("isoflop.csv"):
-        yield row["base"], config_of(row, row["base"]), row["nonembedding_M"], row["physical_layers"]
-    depths = {}  # of the 360M models, by plan and recursions
-    for row in read("sharing.csv"):
-        own = 2 if row["sharing"].startswith("middle") else 0
-        depth = (int(row["physical_layers"]) - own) * int(row["recursions"]) + own
-        config = config_of(row, row["base"], n_layer=depth)
-        if row["base"] == "360M":
-            depths[config.sharing, config.n_recursion] = depth
-        yield row["base"], config, row["params_M"], row["physical_layers"]
-    for row in read("main.csv") + read("fixed_params.csv"):
-        yield "360M", config_of(row), row["params_M"], ""
-    for row in reversed(read("kv_sharing.csv")):
-        if row["model"] != "vanilla":
-            plan = row["sharing"], int(row["recursions"])
-        elif row["kv_sharing"]:  # a plan for the caches alone, which the depth has to fit
-            name, _, n = row["kv_sharing"].rpartition("_")
-            plan = name, int(n)  # also of the row above, the same model without it
-        yield "360M", config_of({**row, "kv": ""}, n_layer=depths[plan]), row["params_M"], ""
-    for row in read("scale_1p7b.csv"):
-        yield "1.7B", config_of(row, "1.7b"), str(Decimal(row["params_B"]) * 1000), ""
-
-
-def comparisons():
-    """(what, computed, published, whether they agree) of the published figures."""
-    for row in read("run_lengths.csv"):
-        config, budget = config_of(row), float(row["flops_1e18"]) * 1e18
-        steps = budget_steps(config, budget, int(row["sequences"]) * int(row["sequence_length"]))
-        agree = abs(steps - int(row["steps"])) <= 1
-        yield f"steps   360M {describe(config)}", str(steps), row["steps"], agree
-    for row in read("isoflop.csv"):
-        config, budget = config_of(row, row["base"]), float(row["flops_1e18"]) * 1e18
-        tokens = f"{budget_tokens(config, budget) / 1e9:.1f}"
-        what = f"tokens  {row['base']} {describe(config)}, {row['flops_1e18']}e18 FLOPs"
-        yield what, tokens + "B", row["tokens_B"] + "B", tokens == row["tokens_B"]
-    vanilla, *recursive = read("relative_batch.csv")
-    for row in recursive:
-        batch = relative_batch(int(row["recursions"]), int(vanilla["batch"]))
-        yield f"batch   MoR R={row['recursions']}", str(batch), row["batch"], batch == int(row["batch"])
-    seen = set()  # tables repeat models, and caches and routing change no layer
-    for base, config, millions, physical in models_with_parameters():
-        config = replace(config, routing="none", kv_mode="recursion")
-        what = f"params  {base} {describe(config)}, {config.n_layer} unrolled layers"
-        if (what, Decimal(millions)) in seen:
-            continue
-        seen.add((what, Decimal(millions)))
-        # 1610 stands for 1.61B: zeros at the end of a whole number are no figures.
-        unit = 10 ** max(0, Decimal(millions).normalize().as_tuple().exponent)
-        count, layers = parameters(config).non_embedding / 1e6, str(max(config.plan) + 1)
-        computed, published = f"{count:.1f}M", f"{Decimal(millions):.0f}M"
-        if physical:
-            computed, published = f"{computed}, {layers} layers", f"{published}, {physical} layers"
-        agree = abs(count - float(millions)) <= unit / 2 and physical in ("", layers)
-        yield what, computed, published, agree
-
-
-def print_published() -> int:
-    """Prints the published figures beside the computed ones; returns how many differ."""
-    print(f"{'':68}{'computed':>20}{'published':>18}")
-    agreed = []
-    for what, computed, published, agree in comparisons():
-        print(f"{what:68}{computed:>20}{published:>18}  {'ok' if agree else 'DIFFERS'}")
-        agreed.append(agree)
-    routers = max(parameters(config).router for _, config, _, _ in models_with_parameters())
-    print(
-        "\nSteps agree within one, tokens to the published decimal, parameters when they round to the\n"
-        "published figure: 1.7B models to 0.01B, others to 1M. Parameters are those outside embedding\n"
-        f"and routers; the routers of these models have {routers:,} weights at most.\n"
-        "Steps and tokens use exact shares, as (R-r)/R. Floored to whole tokens, as a model runs, they\n"
-        "would make the R=3 runs two or three steps longer than published."
-    )
-    print(f"{len(agreed)} figures: {sum(agreed)} ok, {agreed.count(False)} differ")
-    return agreed.count(False)
-
-
-# ---- python flops.py config/x.py: one configuration ------------------------------------------------
 
 
 def short(x: float, base: int = 1000) -> str:
@@ -272,17 +192,21 @@ def short(x: float, base: int = 1000) -> str:
     return f"{x:.4g} {prefixes[0]}".rstrip()
 
 
+def without_routing(config: ModelConfig, **changes) -> ModelConfig:
+    unset = dict(routing="none", kv_mode="recursion", capacity=(), capacity_warmup=0)
+    return replace(config, **unset, **changes)
+
+
 def vanilla_of(config: ModelConfig, preset_name: str = "") -> ModelConfig:
     """The unshared model of the same base: depth of the preset's size, or the same unrolled depth."""
     depth = config.n_layer
     if preset_name:
         depth = preset("vanilla-" + preset_name.split("-")[1])["n_layer"]
-    plain = dict(sharing="none", n_recursion=1, routing="none", kv_mode="recursion", capacity=())
-    return replace(config, n_layer=depth, **plain)
+    return without_routing(config, n_layer=depth, sharing="none", n_recursion=1)
 
 
 def cost_lines(config: ModelConfig, train: TrainConfig):
-    """(name, text) of what one configuration stores and computes; FLOPs are forward unless told."""
+    """(name, text) of what one run stores and computes; FLOPs are forward unless told."""
     yield "model", describe(config)
     yield "layers", f"{config.n_layer} unrolled, {max(config.plan) + 1} physical"
     names = ("non-embedding", "embedding", "router")
@@ -296,9 +220,7 @@ def cost_lines(config: ModelConfig, train: TrainConfig):
     backward = f"{short(train_step_flops(config, tokens))} with backward"
     per_step = f"{short(paper * tokens)} as the paper counts, {short(exact * tokens)} exact"
     yield "FLOPs per step", f"{per_step}, {backward}"
-    steps = train.max_iters or max(1, round(train.max_tokens / tokens))
-    if train.max_flops:
-        steps = budget_steps(config, train.max_flops, tokens)
+    steps = run_steps(config, train, batch)
     spent = f"{short(steps * tokens)} tokens, {short(steps * tokens * paper)} FLOPs as the paper counts"
     yield "budget", f"{steps:,} steps, {spent}"
     for mode in CHOICES["kv_mode"]:
@@ -315,17 +237,21 @@ def cost_lines(config: ModelConfig, train: TrainConfig):
 
 
 def main(argv: list[str]) -> int:
-    if "--help" in argv:
+    if "--help" in argv or "-h" in argv:
+        print("Without arguments: the published figures, computed. With any: the cost of one run.\n")
         print(help_text("flops.py"))
         return 0
     if not argv:
-        return 1 if print_published() else 0
+        from published import print_comparison  # which needs this module first
+
+        return 1 if print_comparison() else 0
     try:
-        for name, text in cost_lines(*build(parse(argv))):
-            print(f"{name:22}{text}")
+        lines = list(cost_lines(*build(parse(argv))))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    for name, text in lines:
+        print(f"{name:22}{text}")
     return 0
 
 

@@ -1,62 +1,57 @@
 """The counts of flops.py against published figures, loops over tokens and pairs, and the real model."""
 
-import csv
 import itertools
 import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import flops
-from flops import budget_steps, budget_tokens, cache_bytes, exact_flops, paper_flops, parameters
-from modelconfig import ModelConfig, preset
+import published
+from flops import budget_steps, cache_bytes, exact_flops, paper_flops, parameters, run_steps
+from kernels import ragged_batch
+from kvcache import KVCache
+from model import MoR
+from modelconfig import CHOICES, ModelConfig, preset
+from settings import TrainConfig
 
 HERE = Path(__file__).parent
 T = 24  # every share below is a whole number of tokens
-PLANS = {
-    "none": (),
-    "cycle": (2, 3),
-    "middle_cycle": (2, 3),
-    "sequence": (2, 3),
-    "middle_sequence": (2, 3),
-}
 
 
-def random_configs(n: int, seed: int, length: int = T) -> list[ModelConfig]:
+def random_configs(n: int, seed: int) -> list[ModelConfig]:
     """Small valid configurations; every plan, routing, kind of cache and router comes up."""
     draw, configs = random.Random(seed), []
-    cells = itertools.product(
-        PLANS, ("none", "expert", "token"), ("recursion", "shared", "shared_update")
-    )
     cells = [
         (sharing, routing, kv)
-        for sharing, routing, kv in cells
+        for sharing, routing, kv in itertools.product(
+            *(CHOICES[k] for k in ("sharing", "routing", "kv_mode"))
+        )
         if (routing == "none" or sharing.endswith("cycle"))
         and (sharing != "none" or kv == "recursion")
         and (routing != "none" or kv != "shared_update")
     ]
-    for i in range(n):
-        sharing, routing, kv_mode = cells[i % len(cells)]
-        recursions = draw.choice(PLANS[sharing] or (1,))
-        block, kv_heads = draw.randint(1, 3), draw.choice((1, 2, 4))
-        capacity = ()
+    for sharing, routing, kv_mode in itertools.islice(itertools.cycle(cells), n):
+        recursions = 1 if sharing == "none" else draw.choice((2, 3))
+        capacity, router = (), draw.choice(("linear", "mlp", "wide_mlp"))
         if routing == "expert" and draw.random() < 0.7:
-            first = 1.0 if kv_mode != "recursion" else draw.randint(length // 2, length) / length
-            rest = [draw.randint(1, int(first * length)) / length for _ in range(recursions - 1)]
-            capacity = (first, *sorted(rest, reverse=True))
-        router = draw.choice(("linear", "mlp", "wide_mlp"))
+            first = T if kv_mode != "recursion" else draw.randint(T // 2, T)
+            rest = [draw.randint(1, first) for _ in range(recursions - 1)]
+            capacity = tuple(n / T for n in (first, *sorted(rest, reverse=True)))
         if routing == "expert" and draw.random() < 0.2:
             router = "random"
         configs.append(
             ModelConfig(
                 vocab_size=draw.randint(5, 50),
-                block_size=length,
-                n_layer=block * recursions + 2 * sharing.startswith("middle"),
+                block_size=T,
+                n_layer=draw.randint(1, 3) * recursions + 2 * sharing.startswith("middle"),
                 n_head=4,
-                n_kv_head=kv_heads,
+                n_kv_head=draw.choice((1, 2, 4)),
                 n_embd=8 * draw.randint(1, 3),
                 n_ffn=draw.randint(5, 40),
                 sharing=sharing,
@@ -65,9 +60,7 @@ def random_configs(n: int, seed: int, length: int = T) -> list[ModelConfig]:
                 kv_mode=kv_mode,
                 capacity=capacity,
                 router_type=router,
-                sampling="none"
-                if router == "random"
-                else draw.choice(("aux_loss", "aux_router", "none")),
+                sampling="none" if router == "random" else draw.choice(CHOICES["sampling"]),
                 balancing=draw.choice(("loss", "loss_free")),
             )
         )
@@ -131,51 +124,22 @@ def count_router(c: ModelConfig, n_out: int) -> int:
 # ---- published figures -------------------------------------------------------------------------------
 
 
-def rows(file: str) -> list[dict]:
-    return list(csv.DictReader(open(HERE / "reference" / "published" / file)))
-
-
-def model(row: dict, base: str) -> ModelConfig:
-    given = {"n_layer": int(row["unrolled_layers"])}
-    if row["model"] != "vanilla":
-        given |= {"n_recursion": int(row.get("recursions", 3)), "kv_mode": row.get("kv") or "recursion"}
-    if row.get("routing"):
-        given["routing"] = row["routing"]
-    return ModelConfig(**preset(f"{row['model']}-{base}", **given))
-
-
 def test_run_lengths():
-    table = rows("run_lengths.csv")
-    assert len(table) == 9
-    for row in table:
-        config = model(row, "360m")
-        steps = budget_steps(config, 16.5e18, 1024 * 2048)
-        assert abs(steps - int(row["steps"])) <= 1, row
-        if config.capacity and config.n_recursion == 3:  # what `python flops.py` says of whole tokens
-            config.capacity = (1, 1365 / 2048, 682 / 2048)
-            assert budget_steps(config, 16.5e18, 1024 * 2048) - int(row["steps"]) in (2, 3)
-
-
-def test_isoflop_tokens():
-    table = rows("isoflop.csv")
-    assert len(table) == 36
-    for row in table:
-        tokens = budget_tokens(model(row, row["base"].lower()), float(row["flops_1e18"]) * 1e18)
-        assert f"{tokens / 1e9:.1f}" == row["tokens_B"], row
+    """The command's note: published as 14161; shares of whole tokens would make it longer."""
+    mor = ModelConfig(**preset("mor-360m"))
+    assert budget_steps(mor, 16.5e18, 1024 * 2048) == 14160
+    whole = replace(mor, capacity=(1, 1365 / 2048, 682 / 2048))
+    assert budget_steps(whole, 16.5e18, 1024 * 2048) == 14163
 
 
 def test_equal_data_flops():
     """At as many tokens as vanilla, MoR takes the FLOPs that the main table lists."""
     vanilla = ModelConfig(**preset("vanilla-360m"))
-    for row in rows("main.csv"):
-        if row["model"] == "mor" and row["tokens_B"] == "20":
-            mor = ModelConfig(**preset("mor-360m", n_recursion=int(row["recursions"])))
-            spent = 16.5 * paper_flops(mor) / paper_flops(vanilla)
-            assert f"{spent:.1f}" == row["flops_1e18"], row
-
-
-def test_relative_batch():
-    assert [flops.relative_batch(r) for r in (1, 2, 3, 4)] == [32, 42, 48, 51]
+    equal = [r for r in published.read("main.csv") if r["model"] == "mor" and r["tokens_B"] == "20"]
+    for row in equal:
+        spent = 16.5 * paper_flops(published.config_of(row)) / paper_flops(vanilla)
+        assert f"{spent:.1f}" == row["flops_1e18"], row
+    assert len(equal) == 3
 
 
 def test_published_parameters_by_hand():
@@ -208,35 +172,35 @@ def test_paper_flops_by_loops(config):
 @pytest.mark.parametrize("length", [T, 2 * T])
 def test_exact_flops_by_loops(config, length):
     """Every pair of query and visible key; a set of positions and its mirror image, averaged."""
+    config = replace(config, block_size=length)
     d, kv_width = config.n_embd, config.n_kv_head * config.n_embd // config.n_head
     sets = active_sets(config, random.Random(0), length)
     mirrored = [{length - 1 - i for i in s} for s in sets]
     total = 0
     for which in (sets, mirrored):
-        for _ in range(length):
-            total += 2 * d * config.vocab_size
+        total += 2 * d * config.vocab_size * length
         for active, keys, makes_keys in walk(config, which, length):
             for query in active:
                 total += 2 * (d * d + d * d + 3 * d * config.n_ffn + makes_keys * 2 * d * kv_width)
                 total += sum(4 * d for key in keys if key <= query)
         if config.routing == "token":
-            total += sum(2 * count_router(config, config.n_recursion) for _ in range(length))
+            total += 2 * count_router(config, config.n_recursion) * length
         if config.routing == "expert":
             for scored in [set(range(length)), *which][:-1]:
                 routers = 2 if config.sampling == "aux_router" else 1
-                total += sum(2 * routers * count_router(config, 1) for _ in scored)
-    assert exact_flops(config, length) == pytest.approx(total / 2 / length, rel=1e-12)
+                total += 2 * routers * count_router(config, 1) * len(scored)
+    assert exact_flops(config) == pytest.approx(total / 2 / length, rel=1e-12)
     assert flops.train_step_flops(config, 100) == pytest.approx(300 * exact_flops(config))
 
 
 @pytest.mark.parametrize("kv_mode", ["recursion", "shared", "shared_update"])
 def test_exact_flops_of_counted_tokens(kv_mode):
     """Counted depths cost what capacities of just these shares cost, and the router."""
-    token = ModelConfig(routing="token", kv_mode=kv_mode)
-    no_router = dict(router_type="random", sampling="none")
-    expert = ModelConfig(kv_mode=kv_mode, capacity=(1, 10 / T, 3 / T), **no_router)
+    token = ModelConfig(block_size=T, routing="token", kv_mode=kv_mode)
+    free = dict(block_size=T, router_type="random", sampling="none")
+    expert = ModelConfig(kv_mode=kv_mode, capacity=(1, 10 / T, 3 / T), **free)
     router = 2 * parameters(token).router
-    assert exact_flops(token, T, [T, 10, 3]) == pytest.approx(exact_flops(expert, T) + router)
+    assert exact_flops(token, [T, 10, 3]) == pytest.approx(exact_flops(expert) + router)
 
 
 @each_config
@@ -267,17 +231,32 @@ def test_whole_tokens():
     assert flops.active_tokens(config, 10) == [10, 10, 10, 3, 3, 1, 1, 10]
 
 
+def test_run_steps():
+    """Two sequences of 256, three passes a step: 1536 tokens."""
+    config, passes = ModelConfig(), dict(gradient_accumulation_steps=3, max_iters=0)
+    assert run_steps(config, TrainConfig(max_iters=7), 2) == 7
+    assert run_steps(config, TrainConfig(**passes, max_tokens=15_000), 2) == 10
+    budget = 9.6 * 1536 * paper_flops(config)
+    assert run_steps(config, TrainConfig(**passes, max_flops=budget), 2) == 10
+    with pytest.raises(ValueError, match="finite"):
+        budget_steps(config, float("inf"), 1)
+
+
+def test_a_router_of_ones_own_asks_for_its_cost(monkeypatch):
+    monkeypatch.setitem(CHOICES, "router_type", (*CHOICES["router_type"], "deep"))
+    with pytest.raises(ValueError, match="'deep'.*ROUTER_HIDDEN in flops.py"):
+        exact_flops(ModelConfig(router_type="deep"))
+    monkeypatch.setitem(flops.ROUTER_HIDDEN, "deep", 3)
+    assert parameters(ModelConfig(router_type="deep")).router == 3 * 3 * 192 * (192 + 1)
+
+
 # ---- against the real model --------------------------------------------------------------------------
-
-
-def build(config: ModelConfig):
-    return pytest.importorskip("model").MoR(config)
 
 
 @each_config
 def test_parameters_of_the_module(config):
     found = {"router": 0, "embedding": 0, "non_embedding": 0}
-    for key, p in build(config).named_parameters():
+    for key, p in MoR(config).named_parameters():
         place = "router" if "router" in key else "embedding" if "embed" in key else "non_embedding"
         found[place] += p.numel()
     assert parameters(config)._asdict() == found
@@ -287,12 +266,8 @@ def test_parameters_of_the_module(config):
 def test_matrices_of_a_real_pass(config):
     """Rows that go through each nn.Linear of a top-k pass, times its weights; 5 is no whole share."""
     length = T + 5
-    config = ModelConfig(**{**vars_of(config), "block_size": length})
-    import torch
-
-    from kernels import ragged_batch
-
-    mor, counted = build(config), []
+    config = replace(config, block_size=length)
+    mor, counted = MoR(config), []
 
     def count(module, args, output):
         counted.append(2 * module.weight.numel() * args[0].numel() // module.in_features)
@@ -312,24 +287,16 @@ def test_matrices_of_a_real_pass(config):
     assert exact_flops(config) * length == pytest.approx(sum(counted) + attention + head, rel=1e-12)
 
 
-def vars_of(config: ModelConfig) -> dict:
-    return {field: getattr(config, field) for field in config.__dataclass_fields__}
-
-
 @pytest.mark.parametrize(
     "config", [c for c in CONFIGS if c.routing == "none" or c.kv_mode != "recursion"], ids=name
 )
 def test_bytes_of_the_real_cache(config):
     """Where routing does not move the size: no routing, and caches that hold every token."""
-    import torch
-
-    from kernels import ragged_batch
-
-    kvcache, mor = pytest.importorskip("kvcache"), build(config)
+    mor = MoR(config)
     for p in mor.parameters():  # gates of exactly 1/2: expert-choice then keeps every token
         if config.routing == "expert":
             torch.nn.init.zeros_(p)
-    cache = kvcache.KVCache(config, 1, T)
+    cache = KVCache(config, 1, T)
     ids = torch.randint(config.vocab_size, (T,))
     mor.hidden(ids, ragged_batch(torch.tensor([0, T]), T), cache)
     assert cache.bytes_in_use() == cache_bytes(config, T, 4)
@@ -349,9 +316,9 @@ def test_table_command():
     lines = done.stdout.splitlines()
     compared = [line for line in lines if line.endswith(("  ok", "  DIFFERS"))]
     kinds = [line.split()[0] for line in compared]
-    assert (kinds.count("steps"), kinds.count("tokens"), kinds.count("batch")) == (9, 36, 3)
-    assert kinds.count("params") > 20
-    assert lines[-1] == f"{len(compared)} figures: {len(compared)} ok, 0 differ"
+    assert [kinds.count(k) for k in ("steps", "tokens", "batch", "params")] == [9, 36, 3, 32]
+    assert lines[-1] == "80 figures: 80 ok, 0 differ"
+    assert "14160" in lines[-3] and "14163" in lines[-2]
 
 
 @pytest.mark.parametrize(
@@ -368,11 +335,11 @@ def test_table_command():
     ],
 )
 def test_table_notices_a_wrong_figure(tmp_path, monkeypatch, capsys, file, right, wrong):
-    shutil.copytree(flops.PUBLISHED, tmp_path / "published")
-    text = (tmp_path / "published" / file).read_text()
+    folder = shutil.copytree(published.FOLDER, tmp_path / "published")
+    text = (folder / file).read_text()
     assert right in text
-    (tmp_path / "published" / file).write_text(text.replace(right, wrong, 1))
-    monkeypatch.setattr(flops, "PUBLISHED", tmp_path / "published")
+    (folder / file).write_text(text.replace(right, wrong, 1))
+    monkeypatch.setattr(published, "FOLDER", folder)
     assert flops.main([]) == 1
     assert "DIFFERS" in capsys.readouterr().out
 
@@ -397,6 +364,12 @@ def test_config_command(tmp_path):
     assert told["implied speed-up"].endswith("over vanilla of 32 layers")
 
 
+def test_config_command_without_a_file():
+    done = run("--max_iters=123", "--capacity=1,.5,.25", "--capacity_warmup=9")
+    assert done.returncode == 0, done.stderr
+    assert "expert-choice" in done.stdout and "123 steps, 251.9 k tokens" in done.stdout
+
+
 def test_config_command_on_a_vanilla_model():
     done = run("--sharing=none", "--n_recursion=1", "--routing=none", "--max_tokens=20480")
     assert done.returncode == 0, done.stderr
@@ -405,9 +378,9 @@ def test_config_command_on_a_vanilla_model():
 
 
 @pytest.mark.parametrize(
-    "args", [("--n_layr=3",), ("no/such.py",), ("--n_layer=9",), ("--preset=mor-9b",)]
+    "bad", ["--n_layr=3", "no/such.py", "--n_layer=9", "--preset=mor-9b", "--max_flops=1e999"]
 )
-def test_bad_input(args):
-    done = run(*args)
+def test_bad_input(bad):
+    done = run(bad)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
