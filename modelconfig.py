@@ -1,13 +1,18 @@
 """What a MoR model is made of: sizes, layer plan, routing, caches; and the published presets.
 
-`layer_plan` says which physical layer each unrolled layer applies: the four ways to share a block of
-layers over R recursion steps (paper section 2.1, table 1). A configuration that cannot exist is
-refused here, in one sentence that names the nearest valid choice, so no other file checks again.
+`layer_plan` says which physical layer each unrolled layer applies, and in which recursion step: the
+ways to share a block of layers over R steps (paper section 2.1, table 1). A configuration that cannot
+exist is refused here, in one sentence that names the nearest valid choice, so no other file checks again.
 """
 
 import difflib
 import math
 from dataclasses import dataclass, field
+
+
+def nearest(name, options) -> str:
+    """The option spelt most like `name`."""
+    return difflib.get_close_matches(str(name), list(options), 1, 0)[0]
 
 
 def setting(default, help: str):
@@ -66,36 +71,28 @@ class ModelConfig:
         self.capacity = tuple(self.capacity)
         check(self)
         self.head_dim = self.n_embd // self.n_head
-        self.plan = layer_plan(self.sharing, self.n_layer, self.n_recursion)
+        plan = layer_plan(self.sharing, self.n_layer, self.n_recursion)
+        self.plan = [physical for physical, _ in plan]
+        self.steps = [step for _, step in plan]
         self.first_use = [self.plan.index(p) for p in self.plan]
-
-    @property
-    def steps(self) -> list[int | None]:
-        """The recursion step of each unrolled layer; None for the own layers of Middle variants."""
-        outer = self.sharing.startswith("middle")
-        inner = self.n_layer - 2 * outer
-        block = inner // self.n_recursion
-        per_step = range(self.n_recursion)
-        if self.sharing.endswith("sequence"):
-            steps = [r for _ in range(block) for r in per_step]
-        else:
-            steps = [r for r in per_step for _ in range(block)]
-        return [None, *steps, None] if outer else steps
 
     def makes_keys(self, layer: int) -> bool:
         """Whether an unrolled layer computes keys and values of its own (else it reuses some)."""
         return self.kv_mode != "shared" or self.first_use[layer] == layer
 
 
-def layer_plan(sharing: str, n_layer: int, n_recursion: int) -> list[int]:
-    """The physical layer of each unrolled layer (paper section 2.1, table 1)."""
-    if sharing == "none":
-        return list(range(n_layer))
+def layer_plan(sharing: str, n_layer: int, n_recursion: int) -> list[tuple[int, int | None]]:
+    """(physical layer, recursion step) of each unrolled layer (paper section 2.1, table 1).
+
+    The first and last layer of the Middle variants are their own and belong to no step.
+    """
     if sharing.startswith("middle"):
         inner = layer_plan(sharing.removeprefix("middle_"), n_layer - 2, n_recursion)
-        return [0, *(p + 1 for p in inner), max(inner) + 2]
-    block = n_layer // n_recursion
-    return [i % block if sharing == "cycle" else i // n_recursion for i in range(n_layer)]
+        return [(0, None), *((p + 1, r) for p, r in inner), (inner[-1][0] + 2, None)]
+    if sharing == "sequence":
+        return [divmod(i, n_recursion) for i in range(n_layer)]
+    block = n_layer // n_recursion  # sharing "none" is a cycle of one step
+    return [(i % block, i // block) for i in range(n_layer)]
 
 
 def fitting_depths(sharing: str, n_layer: int, n_recursion: int) -> tuple[int, int]:
@@ -116,10 +113,10 @@ def check(c: ModelConfig) -> None:
 
     for name, options in CHOICES.items():
         value = getattr(c, name)
-        near = (difflib.get_close_matches(str(value), options, 1, 0) or options)[0]
         require(
             value in options,
-            f"{name}={value!r} is not known; the nearest choice is {near!r} of {', '.join(options)}.",
+            f"{name}={value!r} is not known; the nearest choice is {nearest(value, options)!r} "
+            f"of {', '.join(options)}.",
         )
     for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_ffn",
                  "n_recursion"):  # fmt: skip
@@ -142,6 +139,13 @@ def check(c: ModelConfig) -> None:
         c.n_kv_head in divisors,
         f"n_head={c.n_head} is not a multiple of n_kv_head={c.n_kv_head}; the nearest is {near}.",
     )
+    for name in ("capacity", "capacity_warmup"):
+        value = getattr(c, name)
+        require(
+            c.routing == "expert" or not value,
+            f"{name}={value} is for expert-choice; leave it out with routing={c.routing!r}, "
+            "or set routing='expert'.",
+        )
     if c.sharing == "none":
         require(
             c.n_recursion == 1,
@@ -236,9 +240,9 @@ def preset(name: str, **overrides) -> dict:
     recursions divide: 135M has 30 layers as vanilla, 32 with R = 3; 360M 34 with R = 4.
     """
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, 1, 0)[0]
         raise ValueError(
-            f"preset {name!r} is not known; the nearest is {near!r} of {', '.join(PRESETS)}."
+            f"preset {name!r} is not known; the nearest is {nearest(name, PRESETS)!r} "
+            f"of {', '.join(PRESETS)}."
         )
     kind, size = name.split("-")
     settings = {**PUBLISHED, **SIZES[size], **KINDS[kind], **overrides}

@@ -6,11 +6,11 @@ plain assignments of literals. Unknown keys and wrong types are refused with the
 """
 
 import ast
-import difflib
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from modelconfig import PRESETS, ModelConfig, preset, setting
+from modelconfig import PRESETS, ModelConfig, nearest, preset, setting
 
 
 @dataclass
@@ -38,7 +38,7 @@ class TrainConfig:
     log_interval: int = setting(10, "steps between lines of metrics.jsonl")
     device: str = setting("auto", "cpu, cuda, cuda:1, …; auto: the GPU if there is one")
     dtype: str = setting("auto", "float32 or bfloat16 (autocast); auto: bfloat16 on a GPU")
-    compile: str = setting("auto", "torch.compile: yes, no; auto: on a GPU")
+    compile: str = setting("auto", "torch.compile: yes, no; auto: on a GPU, if one graph does")
     peak_flops: float = setting(0.0, "FLOP/s of the device for MFU; 0: looked up for known GPUs")
 
     def __post_init__(self):
@@ -47,23 +47,22 @@ class TrainConfig:
             ("dtype", ("auto", "float32", "bfloat16")),
             ("compile", ("auto", "yes", "no")),
         ):
-            if getattr(self, name) not in options:
-                near = nearest(getattr(self, name), options)
+            value = getattr(self, name)
+            if value not in options:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not known; "
-                    f"the nearest choice is {near!r} of {', '.join(options)}."
+                    f"{name}={value!r} is not known; the nearest choice is {nearest(value, options)!r} "
+                    f"of {', '.join(options)}."
                 )
         for name in ("gradient_accumulation_steps", "eval_interval", "eval_iters", "log_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("batch_size", "warmup_iters", "weight_decay", "grad_clip", "peak_flops"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
-        for name in BUDGETS:
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0.")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate={self.learning_rate} must be above 0.")
+        for name in (*BUDGETS, "batch_size", "warmup_iters", "weight_decay", "grad_clip", "peak_flops"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be finite and not negative.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} must lie from 0 up to below 2**32.")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate={self.learning_rate} must be above 0 and finite.")
         for name in ("beta1", "beta2", "cooldown"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie from 0 up to below 1.")
@@ -71,10 +70,6 @@ class TrainConfig:
 
 BUDGETS = ("max_iters", "max_tokens", "max_flops")
 FIELDS = {f.name: f for cls in (TrainConfig, ModelConfig) for f in fields(cls)}
-
-
-def nearest(name: str, options) -> str:
-    return difflib.get_close_matches(str(name), list(options), 1, 0)[0]
 
 
 def convert(key: str, value, source: str):
@@ -145,6 +140,8 @@ def parse(argv: list[str]) -> dict:
         if arg.startswith("--"):
             key, equals, value = arg[2:].partition("=")
             key = key.replace("-", "_")
+            if not equals and key in FIELDS and FIELDS[key].type is not bool:
+                raise ValueError(f"--{key} needs a value; write --{key}=VALUE.")
             typed[key] = convert(key, value if equals else "True", "command line")
         elif from_file is not None:
             raise ValueError(f"{arg}: one config file is read, and there is one before it already.")
@@ -155,10 +152,7 @@ def parse(argv: list[str]) -> dict:
 
 def merge(first: dict, then: dict) -> dict:
     """Both, the second winning; a budget given there replaces whatever budget stood before."""
-    budgets = [b for b in BUDGETS if b in then]
-    if len(budgets) > 1:
-        raise ValueError(f"{' and '.join(budgets)} are both budgets; give one of them.")
-    if budgets:
+    if any(b in then for b in BUDGETS):
         first = {k: v for k, v in first.items() if k not in BUDGETS}
     return {**first, **then}
 

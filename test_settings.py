@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelconfig import CHOICES, KINDS, PRESETS, SIZES, ModelConfig, fitting_depths, layer_plan, preset
+from modelconfig import CHOICES, KINDS, PRESETS, SIZES, ModelConfig, fitting_depths, preset
 from settings import BUDGETS, FIELDS, TrainConfig, build, help_text, merge, parse, read_config
 
 HERE = Path(__file__).parent
+INFINITY = float("inf")
 
 
 def write(folder: Path, text: str, name="run.py") -> str:
@@ -93,21 +94,12 @@ EXPRESSIONS = [
 
 
 @pytest.mark.parametrize("line", [*STATEMENTS, *EXPRESSIONS])
-def test_anything_else_in_a_config_file_is_refused_and_not_run(tmp_path, line):
+def test_anything_else_in_a_config_file_is_refused_where_it_stands_and_not_run(tmp_path, line):
     trap = tmp_path / "trap"
-    path = write(tmp_path, line.format(path=str(trap)))
-    with pytest.raises(ValueError):
-        read_config(path)
-    assert not trap.exists()
-
-
-@pytest.mark.parametrize("line", [
-    *STATEMENTS, *EXPRESSIONS,
-])  # fmt: skip
-def test_the_refusal_of_a_line_says_where_it_stands(tmp_path, line):
-    path = write(tmp_path, "max_iters = 5\n" + line.format(path=str(tmp_path / "trap")) + "\n")
+    path = write(tmp_path, "max_iters = 5\n" + line.format(path=str(trap)) + "\n")
     message = refusal(read_config, path)
     assert path in message and "line 2" in message
+    assert not trap.exists()
 
 
 @pytest.mark.parametrize("text", ["seed = (", "seed 5", "seed = 5\n  max_iters = 3", "\0"])
@@ -143,8 +135,8 @@ def test_a_misspelt_key_is_told_a_known_one(key, at, letter):
 
 @pytest.mark.parametrize("typo, near", [
     ("max_iter", "max_iters"), ("learningrate", "learning_rate"), ("nlayer", "n_layer"),
-    ("kvmode", "kv_mode"),
-    ("n_recursions", "n_recursion"), ("capacities", "capacity"), ("batchsize", "batch_size"),
+    ("kvmode", "kv_mode"), ("n_recursions", "n_recursion"),
+    ("capacities", "capacity"), ("batchsize", "batch_size"),
 ])  # fmt: skip
 def test_the_nearest_key_is_named(tmp_path, typo, near):
     for message in (
@@ -160,12 +152,11 @@ def test_the_nearest_key_is_named(tmp_path, typo, near):
 
 @pytest.mark.parametrize("key, text, value", [
     ("max_iters", "100", 100), ("max_iters", "1e6", 1_000_000), ("max_iters", "3.0", 3),
-    ("seed", "-1", -1),
-    ("max_tokens", "20e9", 20_000_000_000), ("max_flops", "16.5e18", 16.5e18), ("max_flops", "10", 10.0),
-    ("learning_rate", "3e-3", 0.003), ("learning_rate", "1", 1.0), ("resume", "True", True),
-    ("resume", "False", False), ("capacity", "1,0.5,0.25", (1.0, 0.5, 0.25)), ("capacity", "1", (1.0,)),
-    ("capacity", "[1, 0.5]", (1.0, 0.5)), ("capacity", "(1,)", (1.0,)), ("capacity", "()", ()),
-    ("out_dir", "5", "5"), ("out_dir", "a=b", "a=b"), ("out_dir", "", ""), ("sharing", "cycle", "cycle"),
+    ("max_tokens", "20e9", 20_000_000_000), ("max_flops", "16.5e18", 16.5e18), ("seed", "-1", -1),
+    ("max_flops", "10", 10.0), ("learning_rate", "3e-3", 0.003), ("learning_rate", "1", 1.0),
+    ("resume", "True", True), ("resume", "False", False), ("capacity", "1,0.5,0.25", (1.0, 0.5, 0.25)), 
+    ("capacity", "1", (1.0,)), ("capacity", "[1, 0.5]", (1.0, 0.5)), ("capacity", "(1,)", (1.0,)), 
+    ("capacity", "()", ()), ("out_dir", "5", "5"), ("out_dir", "a=b", "a=b"), ("out_dir", "", ""), ("sharing", "cycle", "cycle"),
 ])  # fmt: skip
 def test_the_command_line_converts_to_the_type_of_the_setting(key, text, value):
     (actual,) = parse([f"--{key}={text}"]).values()
@@ -175,18 +166,17 @@ def test_the_command_line_converts_to_the_type_of_the_setting(key, text, value):
 
 def test_a_flag_alone_is_true():
     assert parse(["--resume", "--seed=4"]) == {"resume": True, "seed": 4}
+    for key in ("out_dir", "seed", "capacity"):
+        assert f"write --{key}=VALUE" in refusal(parse, [f"--{key}"])
 
 
 @pytest.mark.parametrize("key, text", [
     ("max_iters", "many"), ("max_iters", "1.5"), ("max_iters", "True"), ("max_iters", "[1]"),
-    ("max_iters", ""),
-    ("max_iters", "nan"), ("max_iters", "'x'"), ("seed", "__import__('os')"), ("learning_rate", "fast"),
-    ("learning_rate", "False"), ("learning_rate", "nan"), ("learning_rate", "1j"), ("resume", "1"),
-    ("resume", "yes"), ("resume", "None"), ("capacity", "a,b"), ("capacity", "1,'x'"),
-    ("capacity", "{1: 2}"),
-    ("capacity", ""), ("capacity", "[[1]]"),
+    ("max_iters", ""), ("max_iters", "nan"), ("max_iters", "'x'"), ("seed", "__import__('os')"),
+    ("learning_rate", "fast"), ("learning_rate", "False"), ("learning_rate", "nan"), ("learning_rate", "1j"),
+    ("resume", "1"), ("resume", "yes"), ("resume", "None"), ("capacity", "a,b"), ("capacity", "1,'x'"),
+    ("capacity", "{1: 2}"), ("capacity", ""), ("capacity", "[[1]]"), ("capacity", "1,True,True"),
     ("max_iters", "1e999"), ("learning_rate", "9" * 400),
-    ("capacity", "1,True,True"),
 ])  # fmt: skip
 def test_wrong_types_are_refused(tmp_path, key, text):
     message = refusal(parse, [f"--{key}={text}"])
@@ -209,10 +199,7 @@ def test_every_default_is_read_back_as_itself(tmp_path):
     """The default that --help prints is a value one may type, and a file may hold."""
     for key, field in FIELDS.items():
         if field.default != "":
-            text = (
-                ",".join(map(str, field.default)) or "()" if field.default == () else str(field.default)
-            )
-            assert parse([f"--{key}={text}"]) == {key: field.default}
+            assert parse([f"--{key}={field.default}"]) == {key: field.default}
         assert read_config(write(tmp_path, f"{key} = {field.default!r}")) == {key: field.default}
 
 
@@ -247,11 +234,9 @@ def test_a_budget_replaces_the_budget_before_it(tmp_path, first, then):
 
 def test_two_budgets_at_once_are_refused(tmp_path):
     for a, b in (("max_iters", "max_tokens"), ("max_flops", "max_iters"), ("max_tokens", "max_flops")):
-        message = refusal(parse, [f"--{a}=10", f"--{b}=10"])
-        assert a in message and b in message
-        both = parse([write(tmp_path, f"{a} = 10\n{b} = 10")])
-        message = refusal(build, both)
-        assert a in message and b in message
+        for argv in ([f"--{a}=10", f"--{b}=10"], [write(tmp_path, f"{a} = 10\n{b} = 10")]):
+            message = refusal(build, parse(argv))
+            assert a in message and b in message
 
 
 def test_without_a_budget_there_is_the_default():
@@ -259,30 +244,30 @@ def test_without_a_budget_there_is_the_default():
     assert (train.max_iters, train.max_tokens, train.max_flops) == (1000, 0, 0)
 
 
-@pytest.mark.parametrize("first", [
-    "seed = 1", "",
-])  # fmt: skip
+@pytest.mark.parametrize("first", ["seed = 1", ""])
 def test_a_second_config_file_is_refused(tmp_path, first):
     a, b = write(tmp_path, first, "a.py"), write(tmp_path, "seed = 2", "b.py")
     assert b in refusal(parse, [a, b])
 
 
 @pytest.mark.parametrize("key, bad, good", [
-    ("schedule", "cos", "cosine"), ("schedule", "trapeze", "trapezoid"), ("dtype", "float16", "float32"),
-    ("dtype", "bf16", "bfloat16"), ("compile", "y", "yes"), ("compile", "n", "no"),
+    ("schedule", "cos", "cosine"), ("schedule", "trapeze", "trapezoid"),
+    ("dtype", "float16", "bfloat16"), ("dtype", "bf16", "bfloat16"), ("compile", "y", "yes"),
+    ("compile", "n", "no"),
 ])  # fmt: skip
 def test_unknown_choices_of_training_name_the_nearest(key, bad, good):
     message = refusal(TrainConfig, **{key: bad})
     assert f"{key}={bad!r}" in message
-    named = re.search(r"nearest choice is '(\w+)'", message)[1]
-    assert getattr(TrainConfig(**{key: named}), key) == named
-    assert named == good or (bad, named) in {("float16", "bfloat16")}
+    assert f"nearest choice is {good!r}" in message
+    assert getattr(TrainConfig(**{key: good}), key) == good
 
 
 @pytest.mark.parametrize("key, bad, good", [
     *((k, 0, 1) for k in ("gradient_accumulation_steps", "eval_interval", "eval_iters", "log_interval")),
     *((k, -1, 0) for k in ("batch_size", "warmup_iters", "weight_decay", "grad_clip", "peak_flops")),
     *((k, -1, 1) for k in BUDGETS),
+    *((k, INFINITY, 1) for k in ("max_flops", "weight_decay", "grad_clip", "peak_flops")),
+    ("seed", -1, 0), ("seed", 2**32, 2**32 - 1), ("learning_rate", INFINITY, 1),
     ("learning_rate", 0, 1e-9), ("learning_rate", -1e-3, 1e-3), ("learning_rate", float("nan"), 1e-3),
     ("beta1", 1, 0.99), ("beta2", -0.1, 0), ("cooldown", 1, 0.99), ("cooldown", -0.1, 0),
 ])  # fmt: skip
@@ -358,17 +343,18 @@ def test_every_preset_is_the_published_base_raised_to_the_next_valid_depth(size,
 
 
 def test_an_unknown_preset_is_told_the_nearest():
-    for typo, near in (("mor-360", "mor-360m"), ("mor_135m", "mor-135m"),
-    ("vanila-730m", "vanilla-730m"),
-                       ("recursive-1.7B", "recursive-1.7b")):  # fmt: skip
+    for typo, near in (
+        ("mor-360", "mor-360m"),
+        ("mor_135m", "mor-135m"),
+        ("vanila-730m", "vanilla-730m"),
+        ("recursive-1.7B", "recursive-1.7b"),
+    ):
         message = refusal(preset, typo)
         assert f"nearest is {near!r}" in message
         assert refusal(build, {"preset": typo}) == message
 
 
-@pytest.mark.parametrize("n_recursion", [
-    -1, 0,
-])  # fmt: skip
+@pytest.mark.parametrize("n_recursion", [-1, 0])
 def test_a_preset_refuses_impossible_recursions(n_recursion):
     message = refusal(build, {"preset": "mor-135m", "n_recursion": n_recursion})
     assert f"n_recursion={n_recursion} must be at least 1" in message
@@ -386,7 +372,6 @@ def test_a_preset_refuses_impossible_recursions(n_recursion):
     ("cycle", 1, 1, [0]), ("middle_cycle", 3, 1, [0, 1, 2]), ("middle_cycle", 4, 2, [0, 1, 1, 2]),
 ])  # fmt: skip
 def test_layer_plans(sharing, n_layer, n_recursion, plan):
-    assert layer_plan(sharing, n_layer, n_recursion) == plan
     config = ModelConfig(sharing=sharing, n_layer=n_layer, n_recursion=n_recursion, routing="none")
     assert config.plan == plan
     assert config.first_use == [plan.index(p) for p in plan]
@@ -446,6 +431,8 @@ REFUSED = [
     (dict(capacity=(0.9, 0.5, 0.3), kv_mode="shared"), "capacity[0] to 1", dict(capacity=(1, 0.5, 0.3))),
     (dict(capacity=(0.9, 0.5, 0.3), kv_mode="shared_update"), "or kv_mode='recursion'",
      dict(kv_mode="recursion")),
+    (dict(routing="token", capacity=(1, 0.5, 0.2)), "set routing='expert'", dict(routing="expert")),
+    (dict(routing="none", capacity_warmup=5), "leave it out", dict(capacity_warmup=0)),
     *((dict([(k, float("nan"))]), f"{k}=nan", None) for k in ("alpha", "init_std", "norm_eps")),
 ]  # fmt: skip
 
@@ -454,8 +441,7 @@ REFUSED = [
 def test_refusals_name_a_choice_that_is_valid(wrong, says, fix):
     message = refusal(ModelConfig, **wrong)
     assert says in message
-    for key in wrong:  # what was given is what the sentence is about
-        assert any(k in message for k in wrong), key
+    assert any(key in message for key in wrong)  # the sentence is about what was given
     if fix is not None:
         ModelConfig(**wrong | fix)
 
@@ -466,8 +452,8 @@ def test_refusals_name_a_choice_that_is_valid(wrong, says, fix):
     dict(aux_coeff=-1.0),
     dict(balance_coeff=-1.0, routing="token"),
     dict(z_coeff=-1.0),
-    dict(alpha=float("inf")),
-    dict(router_temperature=float("inf")),
+    dict(alpha=INFINITY),
+    dict(router_temperature=INFINITY),
 ])  # fmt: skip
 def test_absurd_model_settings_are_refused(wrong):
     assert next(iter(wrong)) in refusal(ModelConfig, **wrong)

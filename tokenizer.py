@@ -5,11 +5,12 @@ names ("gpt2", "cl100k_base", …) are tiktoken's own. `token_bytes` says how mu
 for, so that losses per token of different vocabularies compare as bits per byte.
 """
 
-import difflib
 import functools
 
 import numpy as np
 import tiktoken
+
+from modelconfig import nearest
 
 
 @functools.cache
@@ -25,9 +26,9 @@ def get_encoding(name: str) -> tiktoken.Encoding:
         )
     known = ["bytes", *tiktoken.list_encoding_names()]
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1, 0)[0]
         raise ValueError(
-            f"encoding {name!r} is not known; the nearest is {near!r} of {', '.join(known)}."
+            f"encoding {name!r} is not known; the nearest is {nearest(name, known)!r} "
+            f"of {', '.join(known)}."
         )
     try:
         return tiktoken.get_encoding(name)
