@@ -2,7 +2,7 @@
 
 `layer_plan` says which physical layer each unrolled layer applies, and in which recursion step: the
 ways to share a block of layers over R steps (paper section 2.1, table 1). A configuration that cannot
-exist is refused here, in one sentence that names the nearest valid choice, so no other file checks again.
+exist is refused here, in one sentence that names the nearest valid choice: no other file checks again.
 """
 
 import difflib

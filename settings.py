@@ -38,7 +38,7 @@ class TrainConfig:
     log_interval: int = setting(10, "steps between lines of metrics.jsonl")
     device: str = setting("auto", "cpu, cuda, cuda:1, …; auto: the GPU if there is one")
     dtype: str = setting("auto", "float32 or bfloat16 (autocast); auto: bfloat16 on a GPU")
-    compile: str = setting("auto", "torch.compile: yes, no; auto: on a GPU, if one graph does")
+    compile: str = setting("auto", "torch.compile: yes, no; auto: on a GPU, if one graph will do")
     peak_flops: float = setting(0.0, "FLOP/s of the device for MFU; 0: looked up for known GPUs")
 
     def __post_init__(self):

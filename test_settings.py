@@ -154,9 +154,10 @@ def test_the_nearest_key_is_named(tmp_path, typo, near):
     ("max_iters", "100", 100), ("max_iters", "1e6", 1_000_000), ("max_iters", "3.0", 3),
     ("max_tokens", "20e9", 20_000_000_000), ("max_flops", "16.5e18", 16.5e18), ("seed", "-1", -1),
     ("max_flops", "10", 10.0), ("learning_rate", "3e-3", 0.003), ("learning_rate", "1", 1.0),
-    ("resume", "True", True), ("resume", "False", False), ("capacity", "1,0.5,0.25", (1.0, 0.5, 0.25)), 
-    ("capacity", "1", (1.0,)), ("capacity", "[1, 0.5]", (1.0, 0.5)), ("capacity", "(1,)", (1.0,)), 
-    ("capacity", "()", ()), ("out_dir", "5", "5"), ("out_dir", "a=b", "a=b"), ("out_dir", "", ""), ("sharing", "cycle", "cycle"),
+    ("resume", "True", True), ("resume", "False", False), ("capacity", "1,0.5,0.25", (1.0, 0.5, 0.25)),
+    ("capacity", "1", (1.0,)), ("capacity", "[1, 0.5]", (1.0, 0.5)), ("capacity", "(1,)", (1.0,)),
+    ("capacity", "()", ()), ("out_dir", "5", "5"), ("out_dir", "a=b", "a=b"), ("out_dir", "", ""),
+    ("sharing", "cycle", "cycle"),
 ])  # fmt: skip
 def test_the_command_line_converts_to_the_type_of_the_setting(key, text, value):
     (actual,) = parse([f"--{key}={text}"]).values()
@@ -173,8 +174,8 @@ def test_a_flag_alone_is_true():
 @pytest.mark.parametrize("key, text", [
     ("max_iters", "many"), ("max_iters", "1.5"), ("max_iters", "True"), ("max_iters", "[1]"),
     ("max_iters", ""), ("max_iters", "nan"), ("max_iters", "'x'"), ("seed", "__import__('os')"),
-    ("learning_rate", "fast"), ("learning_rate", "False"), ("learning_rate", "nan"), ("learning_rate", "1j"),
-    ("resume", "1"), ("resume", "yes"), ("resume", "None"), ("capacity", "a,b"), ("capacity", "1,'x'"),
+    ("learning_rate", "fast"), ("learning_rate", "False"), ("learning_rate", "nan"),
+    ("learning_rate", "1j"), ("resume", "1"), ("resume", "yes"), ("resume", "None"), ("capacity", "a,b"), ("capacity", "1,'x'"),
     ("capacity", "{1: 2}"), ("capacity", ""), ("capacity", "[[1]]"), ("capacity", "1,True,True"),
     ("max_iters", "1e999"), ("learning_rate", "9" * 400),
 ])  # fmt: skip
