@@ -178,8 +178,8 @@ def bench_train(args: argparse.Namespace) -> None:
     shares = " ".join(f"{share:.1%}" for share in active["MoR token R=3"])
     print(
         f"Medians of {args.rounds} rounds; params outside the embedding; implied: exact FLOPs of a "
-        "sequence of mean activity.\nToken-choice: the loss-free bias was tuned on this batch; active per "
-        f"step are {shares} of its tokens."
+        "sequence of mean activity.\nToken-choice: the loss-free bias was tuned on this batch; active "
+        f"per step are {shares} of its tokens."
     )
 
 

@@ -20,7 +20,7 @@ from model import MoR
 from modelconfig import CHOICES, ModelConfig, preset
 from settings import TrainConfig
 
-HERE = Path(__file__).parent
+FLOPS = Path(__file__).parent / "flops.py"
 T = 24  # every share below is a whole number of tokens
 
 
@@ -30,40 +30,32 @@ def random_configs(n: int, seed: int) -> list[ModelConfig]:
     cells = [
         (sharing, routing, kv)
         for sharing, routing, kv in itertools.product(
-            *(CHOICES[k] for k in ("sharing", "routing", "kv_mode"))
+            CHOICES["sharing"], CHOICES["routing"], CHOICES["kv_mode"]
         )
         if (routing == "none" or sharing.endswith("cycle"))
         and (sharing != "none" or kv == "recursion")
         and (routing != "none" or kv != "shared_update")
     ]
     for sharing, routing, kv_mode in itertools.islice(itertools.cycle(cells), n):
-        recursions = 1 if sharing == "none" else draw.choice((2, 3))
+        r = 1 if sharing == "none" else draw.choice((2, 3))
         capacity, router = (), draw.choice(("linear", "mlp", "wide_mlp"))
         if routing == "expert" and draw.random() < 0.7:
             first = T if kv_mode != "recursion" else draw.randint(T // 2, T)
-            rest = [draw.randint(1, first) for _ in range(recursions - 1)]
+            rest = [draw.randint(1, first) for _ in range(r - 1)]
             capacity = tuple(n / T for n in (first, *sorted(rest, reverse=True)))
         if routing == "expert" and draw.random() < 0.2:
             router = "random"
-        configs.append(
-            ModelConfig(
-                vocab_size=draw.randint(5, 50),
-                block_size=T,
-                n_layer=draw.randint(1, 3) * recursions + 2 * sharing.startswith("middle"),
-                n_head=4,
-                n_kv_head=draw.choice((1, 2, 4)),
-                n_embd=8 * draw.randint(1, 3),
-                n_ffn=draw.randint(5, 40),
-                sharing=sharing,
-                n_recursion=recursions,
-                routing=routing,
-                kv_mode=kv_mode,
-                capacity=capacity,
-                router_type=router,
-                sampling="none" if router == "random" else draw.choice(CHOICES["sampling"]),
-                balancing=draw.choice(("loss", "loss_free")),
-            )
-        )
+        sizes = dict(
+            vocab_size=draw.randint(5, 50), block_size=T, n_head=4, n_kv_head=draw.choice((1, 2, 4)),
+            n_embd=8 * draw.randint(1, 3), n_ffn=draw.randint(5, 40),
+            n_layer=draw.randint(1, 3) * r + 2 * sharing.startswith("middle"),
+        )  # fmt: skip
+        kind = dict(
+            sharing=sharing, n_recursion=r, routing=routing, kv_mode=kv_mode, capacity=capacity,
+            router_type=router, balancing=draw.choice(("loss", "loss_free")),
+            sampling="none" if router == "random" else draw.choice(CHOICES["sampling"]),
+        )  # fmt: skip
+        configs.append(ModelConfig(**sizes, **kind))
     return configs
 
 
@@ -75,44 +67,30 @@ CONFIGS = random_configs(90, seed=1)
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=name)
 
 
-def unrolled(c: ModelConfig) -> list[tuple[object, int]]:
-    """(physical layer, recursion step) of each unrolled layer, from the definition of the plans."""
-    if c.sharing == "none":
-        return [(n, 0) for n in range(c.n_layer)]
-    middle = c.sharing.startswith("middle")
-    block, steps = range((c.n_layer - 2 * middle) // c.n_recursion), range(c.n_recursion)
-    if c.sharing.endswith("cycle"):
-        inner = [(b, r) for r in steps for b in block]
-    else:
-        inner = [(b, r) for b in block for r in steps]
-    return [("first", None), *inner, ("last", None)] if middle else inner
-
-
-def active_sets(c: ModelConfig, draw: random.Random, length: int) -> list[set[int]]:
+def active_sets(c: ModelConfig, length: int) -> list[set[int]]:
     """Nested random sets of active positions per recursion step."""
-    sets, left = [], set(range(length))
-    for r in range(c.n_recursion):
-        size = length
-        if c.routing == "token":
-            size = int(length * (c.n_recursion - r) / c.n_recursion)
-        elif c.routing == "expert":
-            size = int(c.capacity[r] * length + 1e-9)
-        left = set(draw.sample(sorted(left), max(1, size)))
-        sets.append(left)
+    shares, sets = [1.0] * c.n_recursion, []
+    if c.routing == "expert":
+        shares = c.capacity
+    if c.routing == "token":
+        shares = [(c.n_recursion - r) / c.n_recursion for r in range(c.n_recursion)]
+    left, draw = range(length), random.Random(0)
+    for share in shares:
+        left = sorted(draw.sample(left, int(share * length + 1e-9)))
+        sets.append(set(left))
     return sets
 
 
 def walk(c: ModelConfig, sets: list[set[int]], length: int):
     """Per unrolled layer: active positions, positions whose keys it sees, whether it makes keys."""
-    used = set()
-    for physical, step in unrolled(c):
-        active = set(range(length)) if step is None else sets[step]
-        again = physical in used
-        used.add(physical)
-        if c.kv_mode == "recursion" or not again:
+    everyone, used = set(range(length)), set()
+    for physical, step in zip(c.plan, c.steps):
+        active = everyone if step is None else sets[step]
+        if c.kv_mode == "recursion" or physical not in used:
             yield active, active, True
         else:
-            yield active, set(range(length)), c.kv_mode == "shared_update"
+            yield active, everyone, c.kv_mode == "shared_update"
+        used.add(physical)
 
 
 def count_router(c: ModelConfig, n_out: int) -> int:
@@ -122,14 +100,6 @@ def count_router(c: ModelConfig, n_out: int) -> int:
 
 
 # ---- published figures -------------------------------------------------------------------------------
-
-
-def test_run_lengths():
-    """The command's note: published as 14161; shares of whole tokens would make it longer."""
-    mor = ModelConfig(**preset("mor-360m"))
-    assert budget_steps(mor, 16.5e18, 1024 * 2048) == 14160
-    whole = replace(mor, capacity=(1, 1365 / 2048, 682 / 2048))
-    assert budget_steps(whole, 16.5e18, 1024 * 2048) == 14163
 
 
 def test_equal_data_flops():
@@ -142,17 +112,6 @@ def test_equal_data_flops():
     assert len(equal) == 3
 
 
-def test_published_parameters_by_hand():
-    """360M: q, o 960x960; k, v 960x320; three 960x2560; two norms; one final norm."""
-    layer = 2 * 960 * 960 + 2 * 960 * 320 + 3 * 960 * 2560 + 2 * 960
-    assert parameters(ModelConfig(**preset("vanilla-360m"))) == (32 * layer + 960, 49152 * 960, 0)
-    mor = ModelConfig(**preset("mor-360m", sampling="aux_router", router_type="mlp"))
-    router = 960 * 1920 + 1920
-    assert parameters(mor) == (12 * layer + 960, 49152 * 960, 2 * 3 * router)
-    token = ModelConfig(**preset("mor-360m", routing="token"))
-    assert parameters(token).router == 960 * 3
-
-
 # ---- against loops -----------------------------------------------------------------------------------
 
 
@@ -160,7 +119,7 @@ def test_published_parameters_by_hand():
 def test_paper_flops_by_loops(config):
     """Square projections and, for the causal half, one multiply-add per channel, query and key."""
     d, total = config.n_embd, 0
-    for active, keys, makes_keys in walk(config, active_sets(config, random.Random(0), T), T):
+    for active, keys, makes_keys in walk(config, active_sets(config, T), T):
         for _ in active:
             total += 2 * d * d * (4 if makes_keys else 2) + 3 * 2 * d * config.n_ffn
             for _ in keys:
@@ -174,7 +133,7 @@ def test_exact_flops_by_loops(config, length):
     """Every pair of query and visible key; a set of positions and its mirror image, averaged."""
     config = replace(config, block_size=length)
     d, kv_width = config.n_embd, config.n_kv_head * config.n_embd // config.n_head
-    sets = active_sets(config, random.Random(0), length)
+    sets = active_sets(config, length)
     mirrored = [{length - 1 - i for i in s} for s in sets]
     total = 0
     for which in (sets, mirrored):
@@ -205,12 +164,10 @@ def test_exact_flops_of_counted_tokens(kv_mode):
 
 @each_config
 def test_cache_bytes_by_loops(config):
-    stored = 0
-    for active, _, makes_keys in walk(config, active_sets(config, random.Random(0), T), T):
-        if makes_keys:
-            positions = active if config.kv_mode == "recursion" else range(T)
-            stored += sum(2 * config.n_kv_head * config.head_dim for _ in positions)
-    assert cache_bytes(config, T, 2) == 2 * stored
+    rows = 0
+    for active, _, makes_keys in walk(config, active_sets(config, T), T):
+        rows += makes_keys * len(active if config.kv_mode == "recursion" else range(T))
+    assert cache_bytes(config, T, 2) == rows * 2 * config.n_kv_head * config.head_dim * 2
 
 
 def test_cache_ratios():
@@ -218,11 +175,9 @@ def test_cache_ratios():
     for r in (2, 3, 4):
         kind = dict(sharing="cycle", n_layer=12, n_recursion=r)
         full = cache_bytes(ModelConfig(**kind, routing="none"), 240, 4)
-        sizes = {m: cache_bytes(ModelConfig(**kind, kv_mode=m), 240, 4) for m in
-                 ("recursion", "shared", "shared_update")}  # fmt: skip
-        assert sizes["recursion"] == full * (r + 1) / (2 * r)
-        assert sizes["shared"] == full / r
-        assert sizes["shared_update"] == full
+        assert cache_bytes(ModelConfig(**kind), 240, 4) == full * (r + 1) / (2 * r)
+        assert cache_bytes(ModelConfig(**kind, kv_mode="shared"), 240, 4) == full / r
+        assert cache_bytes(ModelConfig(**kind, kv_mode="shared_update"), 240, 4) == full
 
 
 def test_whole_tokens():
@@ -278,10 +233,8 @@ def test_matrices_of_a_real_pass(config):
     rows = ragged_batch(torch.tensor([0, length]), length)
     mor.hidden(torch.randint(config.vocab_size, (length,)), rows, rule="top-k")
     attention, d = 0.0, config.n_embd
-    for n, (_, keys, _) in zip(
-        flops.active_tokens(config, length),
-        walk(config, active_sets(config, random.Random(0), length), length),
-    ):
+    layers = walk(config, active_sets(config, length), length)
+    for n, (_, keys, _) in zip(flops.active_tokens(config, length), layers):
         attention += 4 * d * n * (len(keys) + 1) / 2
     head = 2 * d * config.vocab_size * length
     assert exact_flops(config) * length == pytest.approx(sum(counted) + attention + head, rel=1e-12)
@@ -305,15 +258,14 @@ def test_bytes_of_the_real_cache(config):
 # ---- the commands ------------------------------------------------------------------------------------
 
 
-def run(*args: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(HERE / "flops.py"), *args]
-    return subprocess.run(command, capture_output=True, text=True, cwd=HERE)
+def run(*args: str) -> str:
+    done = subprocess.run([sys.executable, FLOPS, *args], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_table_command():
-    done = run()
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    lines = run().splitlines()
     compared = [line for line in lines if line.endswith(("  ok", "  DIFFERS"))]
     kinds = [line.split()[0] for line in compared]
     assert [kinds.count(k) for k in ("steps", "tokens", "batch", "params")] == [9, 36, 3, 32]
@@ -346,41 +298,31 @@ def test_table_notices_a_wrong_figure(tmp_path, monkeypatch, capsys, file, right
 
 def test_config_command(tmp_path):
     (tmp_path / "x.py").write_text('preset = "mor-360m"\nmax_flops = 16.5e18\nbatch_size = 64\n')
-    done = run(str(tmp_path / "x.py"), "--gradient_accumulation_steps=16", "--n_recursion=4")
-    assert done.returncode == 0, done.stderr
-    told = dict(line.split("  ", 1) for line in done.stdout.splitlines())
-    told = {key: text.strip() for key, text in told.items()}
+    out = run(str(tmp_path / "x.py"), "--gradient_accumulation_steps=16", "--n_recursion=4")
+    told = {line[:22].strip(): line[22:] for line in out.splitlines()}
     assert told["layers"] == "34 unrolled, 10 physical"
     assert told["tokens per step"] == "2,097,152 = 64 sequences x 16 x 2048"
     assert told["budget"].startswith("14,216 steps")
     row = 2048 * 2 * 5 * 64 * 4  # tokens; keys and values; KV heads; head width; float32
-    assert told["cache shared"].startswith(f"{10 * row / 2**20:.4g} MiB")
-    assert told["cache shared_update"].startswith(f"{34 * row / 2**20:.4g} MiB")
-    assert (
-        told["cache recursion"]
-        == f"{22 * row / 2**20:.4g} MiB per sequence of 2048 tokens in float32 (chosen)"
-    )
+    for mode, rows in ("shared", 10), ("shared_update", 34), ("recursion", 22):
+        assert told[f"cache {mode}"].startswith(f"{rows * row / 2**20:.4g} MiB per sequence of 2048")
+    assert told["cache recursion"].endswith("in float32 (chosen)")
     assert told["implied speed-up"].startswith(f"{14216 / 9438:.3f}x")
     assert told["implied speed-up"].endswith("over vanilla of 32 layers")
 
 
 def test_config_command_without_a_file():
-    done = run("--max_iters=123", "--capacity=1,.5,.25", "--capacity_warmup=9")
-    assert done.returncode == 0, done.stderr
-    assert "expert-choice" in done.stdout and "123 steps, 251.9 k tokens" in done.stdout
-
-
-def test_config_command_on_a_vanilla_model():
-    done = run("--sharing=none", "--n_recursion=1", "--routing=none", "--max_tokens=20480")
-    assert done.returncode == 0, done.stderr
-    assert "1.000x as the paper counts, 1.000x exact" in done.stdout
-    assert "10 steps" in done.stdout and "on a CPU" in done.stdout
+    out = run("--max_iters=123", "--capacity=1,.5,.25", "--capacity_warmup=9")
+    assert "expert-choice" in out and "123 steps, 251.9 k tokens" in out
+    out = run("--sharing=none", "--n_recursion=1", "--routing=none", "--max_tokens=20480")
+    assert "1.000x as the paper counts, 1.000x exact" in out
+    assert "10 steps" in out and "on a CPU" in out
 
 
 @pytest.mark.parametrize(
     "bad", ["--n_layr=3", "no/such.py", "--n_layer=9", "--preset=mor-9b", "--max_flops=1e999"]
 )
-def test_bad_input(bad):
-    done = run(bad)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+def test_bad_input(bad, capsys):
+    assert flops.main([bad]) == 2
+    done = capsys.readouterr()
+    assert done.out == "" and done.err.startswith("error: ") and done.err.count("\n") == 1
