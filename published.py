@@ -73,8 +73,8 @@ def models():
         yield row["base"], config, int(row["params_M"]), row["physical_layers"]
     for row in read("main.csv") + read("fixed_params.csv"):
         yield "360M", config_of(row), int(row["params_M"]), ""
-    # This table tells depths only by plans that fit: each model stands there as it is, and below that
-    # with the plan by which its caches, or those of a vanilla model of that depth, are shared.
+    # This table lists no depths. They are those that fit the plan by which caches are shared; a row
+    # that shares none stands right above the same model sharing them.
     rows = read("kv_sharing.csv")
     for row, below in zip(rows, rows[1:] + rows[:1]):
         plan = (row["kv_sharing"] or below["kv_sharing"]).removesuffix("_update")
