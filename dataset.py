@@ -29,20 +29,38 @@ HEADER = struct.Struct("<8sI4sQ36s")
 CHECKSUM = struct.Struct("<I")
 HEADER_SIZE = HEADER.size + CHECKSUM.size
 MAGIC, VERSION, DTYPES = b"MoRtoken", 1, (b"<u2", b"<u4")
+WRITER = f".{uuid.uuid4().hex}"  # two runs that both miss a dataset prepare it at once
 
 
 class Shard(NamedTuple):
+    path: Path
     tokens: np.ndarray
     encoding: str
     checksum: int
 
+    def verify(self) -> None:
+        """Reads the file through, in pieces; ValueError if its checksum is another."""
+        with open(self.path, "rb") as file:
+            found = zlib.crc32(file.read(HEADER_SIZE)[: HEADER.size])
+            while piece := file.read(1 << 22):
+                found = zlib.crc32(piece, found)
+        if found != self.checksum:
+            raise ValueError(
+                f"{self.path} is damaged (its checksum does not match); "
+                "run the dataset's prepare.py again."
+            )
+
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes its name only when it is complete and on the disk."""
-    temporary = path.with_name(f"tmp_{uuid.uuid4().hex}_{path.name}")
+def whole_file(path: Path, writer: str = "") -> Iterator[BinaryIO]:
+    """A file to write that takes its name only when it is complete and on the disk.
+
+    What a kill leaves under the temporary name is overwritten by the next to write this file. Where two
+    may do so at once, each is a `writer` of its own.
+    """
+    temporary = path.with_name(f"{path.name}{writer}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -64,14 +82,14 @@ def write_shard(path: str | Path, tokens: np.ndarray, encoding_name: str) -> int
     tokens = tokens.astype(dtype.decode())
     header = HEADER.pack(MAGIC, VERSION, dtype, tokens.size, name)
     checksum = zlib.crc32(tokens, zlib.crc32(header))
-    with whole_file(Path(path)) as file:
+    with whole_file(Path(path), WRITER) as file:
         file.write(header + CHECKSUM.pack(checksum))
         tokens.tofile(file)
     return checksum
 
 
-def open_shard(path: str | Path, verify: bool = True) -> Shard:
-    """A shard, memory-mapped. `verify` reads it through once, in pieces, against its checksum."""
+def open_shard(path: str | Path) -> Shard:
+    """A shard, memory-mapped; its header and size are checked, its tokens by `Shard.verify` alone."""
 
     def require(condition, problem):
         if not condition:
@@ -90,13 +108,8 @@ def open_shard(path: str | Path, verify: bool = True) -> Shard:
         expected = HEADER_SIZE + count * np.dtype(dtype.decode()).itemsize
         require(size >= expected, f"is cut short ({size} of {expected} bytes)")
         require(size == expected, f"is too long ({size} instead of {expected} bytes)")
-        if verify:
-            found = zlib.crc32(start[: HEADER.size])
-            while piece := file.read(1 << 22):
-                found = zlib.crc32(piece, found)
-            require(found == checksum, "is damaged (its checksum does not match)")
         tokens = np.memmap(file, dtype.decode(), "r", HEADER_SIZE, (count,)).view(np.ndarray)
-    return Shard(tokens, name.rstrip(b"\0").decode(errors="replace"), checksum)
+    return Shard(Path(path), tokens, name.rstrip(b"\0").decode(errors="replace"), checksum)
 
 
 def tokenized(
@@ -138,7 +151,7 @@ def write_dataset(
             total["bytes"] += int(sizes[tokens].sum())
         if not total["tokens"]:
             raise ValueError(f"the split {split!r} of {folder} got no documents; it needs some.")
-    with whole_file(folder / "meta.json") as file:
+    with whole_file(folder / "meta.json", WRITER) as file:
         file.write(json.dumps(meta, indent=2).encode() + b"\n")
     return meta
 
@@ -146,7 +159,7 @@ def write_dataset(
 class Tokens:
     """All tokens of one split, "train" or "val", as one stream over its shards."""
 
-    def __init__(self, folder: str | Path, split: str, verify: bool = True):
+    def __init__(self, folder: str | Path, split: str):
         self.name = f"the split {split!r} of {folder}"
         try:
             meta = json.loads((Path(folder) / "meta.json").read_text())
@@ -159,29 +172,40 @@ class Tokens:
             ) from error
         self.shards = []
         for file, checksum in checksums:
-            shard = open_shard(Path(folder) / file, verify)
+            shard = open_shard(Path(folder) / file)
             if (shard.encoding, shard.checksum) != (self.encoding, checksum):
                 raise ValueError(
                     f"{Path(folder) / file} ({shard.encoding}) is not the shard that meta.json "
                     f"({self.encoding}) names; run the dataset's prepare.py again."
                 )
-            self.shards.append(shard.tokens)
-        self.ends = np.cumsum([len(shard) for shard in self.shards])
+            self.shards.append(shard)
+        self.ends = np.cumsum([shard.tokens.size for shard in self.shards])
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.tokens.nbytes for shard in self.shards)
+
+    def verify(self) -> None:
+        """Reads all shards against their checksums, about a gigabyte a second."""
+        for shard in self.shards:
+            shard.verify()
+
     def read(self, start: int, n: int) -> np.ndarray:
-        """A copy of the n tokens from number `start` on."""
+        """A copy of the n tokens from number `start` on: int64, (n,)."""
         if not 0 <= start <= start + n <= len(self):
             raise ValueError(f"{self.name} has no tokens {start} to {start + n} of {len(self)}.")
-        pieces, number = [], int(np.searchsorted(self.ends, start))
-        skipped = int(self.ends[number - 1]) if number else 0
-        while not pieces or n:
-            pieces.append(self.shards[number][start - skipped : start - skipped + n])
-            start, n = start + len(pieces[-1]), n - len(pieces[-1])
-            skipped, number = int(self.ends[number]), number + 1
-        return np.concatenate(pieces)
+        out, filled = np.empty(n, dtype=np.int64), 0
+        number = int(np.searchsorted(self.ends, start, side="right"))
+        while filled < n:
+            shard = self.shards[number].tokens
+            first = start + filled - int(self.ends[number]) + shard.size
+            piece = shard[first : first + n - filled]
+            out[filled : filled + piece.size] = piece
+            filled, number = filled + piece.size, number + 1
+        return out
 
 
 @functools.lru_cache(maxsize=2)

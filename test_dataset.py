@@ -60,6 +60,7 @@ def numbered(folder: Path, n: int, shard_size: int = 1000) -> Tokens:
 # --- tokenizer ------------------------------------------------------------------------------------
 
 
+@settings(derandomize=True)
 @given(any_text | text_with_marks.map("".join))
 def test_bytes_round_trip_any_text(text):
     tokens = BYTES.encode_ordinary(text)
@@ -150,8 +151,8 @@ DAMAGE = {
     "other dtype": (lambda raw: raw.replace(b"<u2", b"<f2", 1), "damaged header"),
     "wider dtype": (lambda raw: raw.replace(b"<u2", b"<u4", 1), "cut short"),
     "no count": (lambda raw: raw[:16] + bytes(8) + raw[24:], "damaged header"),
-    "other encoding": (lambda raw: raw.replace(b"bytes", b"bites", 1), "checksum"),
-    "other checksum": (lambda raw: raw[:60] + bytes([raw[60] ^ 1]) + raw[61:], "checksum"),
+    "other encoding": (lambda raw: raw.replace(b"bytes", b"bites", 1), "checksum|not the shard"),
+    "other checksum": (lambda raw: raw[:60] + bytes([raw[60] ^ 1]) + raw[61:], "checksum|not the shard"),
     "first token": (lambda raw: raw[:64] + bytes([raw[64] ^ 1]) + raw[65:], "checksum"),
     "last byte": (lambda raw: raw[:-1] + bytes([raw[-1] ^ 128]), "checksum"),
 }
@@ -165,7 +166,7 @@ def test_damaged_shard_is_refused(tmp_path, damage):
     raw = path.read_bytes()
     assert edit(raw) != raw
     path.write_bytes(edit(raw))
-    for opening in (lambda: open_shard(path), lambda: Tokens(tmp_path, "train")):
+    for opening in (lambda: open_shard(path).verify(), lambda: Tokens(tmp_path, "train").verify()):
         with pytest.raises(ValueError, match=problem) as refused:
             opening()
         message = one_sentence(refused)
@@ -181,7 +182,7 @@ def test_every_flipped_byte_is_noticed(tmp_path):
         raw[i] ^= 0x10
         path.write_bytes(raw)
         with pytest.raises(ValueError, match=re.escape(str(path))):
-            open_shard(path)
+            open_shard(path).verify()
         raw[i] ^= 0x10
     path.write_bytes(raw)
     assert open_shard(path).tokens.tolist() == list(range(40))
@@ -192,6 +193,7 @@ def test_opening_does_not_load_the_file(tmp_path):
     write_shard(tmp_path / "a.bin", np.random.default_rng(0).integers(0, 257, size // 2), "bytes")
     tracemalloc.start()
     shard = open_shard(tmp_path / "a.bin")
+    shard.verify()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert shard.tokens.nbytes == size and peak < size / 3
@@ -200,7 +202,7 @@ def test_opening_does_not_load_the_file(tmp_path):
 # --- a split as one stream ------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(1, 60), st.integers(1, 60), st.data())
 def test_read_sees_one_stream_over_shards(tmp_path_factory, n, shard_size, data):
     tokens = numbered(tmp_path_factory.mktemp("stream"), n, shard_size)
@@ -236,25 +238,24 @@ def test_unfinished_folder_or_split_is_refused(tmp_path):
     refuse(tmp_path, "train")
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_shard_of_another_run_or_encoding_is_refused(tmp_path, verify):
+def test_shard_of_another_run_or_encoding_is_refused(tmp_path):
     for content, encoding in [(np.arange(1, 101), "bytes"), (np.arange(100), "gpt2")]:
         numbered(tmp_path, 300, 100)
         write_shard(tmp_path / "train_0001.bin", content, encoding)
         with pytest.raises(ValueError, match="train_0001.bin.*prepare.py again") as refused:
-            Tokens(tmp_path, "train", verify)
+            Tokens(tmp_path, "train")
         one_sentence(refused)
     numbered(tmp_path, 300, 100)
     meta = tmp_path / "meta.json"
     meta.write_text(meta.read_text().replace('"bytes"', '"gpt2"'))
     with pytest.raises(ValueError, match="train_0000.bin.*bytes.*gpt2"):
-        Tokens(tmp_path, "train", verify)
+        Tokens(tmp_path, "train")
 
 
 # --- windows --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.integers(2, 400), st.integers(1, 40), st.integers(0, 9), st.integers(0, 2))
 def test_every_token_once_an_epoch(tmp_path_factory, n, block_size, seed, pair):
     block_size = min(block_size, n - 1)
@@ -336,7 +337,7 @@ def test_too_short_for_one_window_is_refused(tmp_path):
 # --- writing datasets -----------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(any_text, min_size=1, max_size=150), st.integers(1, 3000))
 def test_dataset_round_trip(tmp_path_factory, documents, shard_tokens):
     folder = tmp_path_factory.mktemp("round") / "made" / "here"
@@ -387,8 +388,8 @@ def test_killed_writer_leaves_nothing_that_looks_complete(tmp_path):
     for kill_at in (1, 2, 4):  # in the first shard of two, the second, and meta.json
         folder = tmp_path / str(kill_at)
         assert write_until(folder, kill_at, "abc") == -signal.SIGKILL
-        assert len(list(folder.glob("tmp_*"))) == 1
-        assert len(list(folder.glob("train_*"))) == min(kill_at - 1, 2)
+        assert len(list(folder.glob("*.tmp"))) == 1
+        assert len(list(folder.glob("train_*.bin"))) == min(kill_at - 1, 2)
         with pytest.raises(ValueError, match="not finished"):
             Tokens(folder, "train")
 

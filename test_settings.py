@@ -175,9 +175,9 @@ def test_a_flag_alone_is_true():
     ("max_iters", "many"), ("max_iters", "1.5"), ("max_iters", "True"), ("max_iters", "[1]"),
     ("max_iters", ""), ("max_iters", "nan"), ("max_iters", "'x'"), ("seed", "__import__('os')"),
     ("learning_rate", "fast"), ("learning_rate", "False"), ("learning_rate", "nan"),
-    ("learning_rate", "1j"), ("resume", "1"), ("resume", "yes"), ("resume", "None"), ("capacity", "a,b"), ("capacity", "1,'x'"),
-    ("capacity", "{1: 2}"), ("capacity", ""), ("capacity", "[[1]]"), ("capacity", "1,True,True"),
-    ("max_iters", "1e999"), ("learning_rate", "9" * 400),
+    ("learning_rate", "1j"), ("resume", "1"), ("resume", "yes"), ("resume", "None"), ("capacity", "a,b"),
+    ("capacity", "1,'x'"), ("capacity", "{1: 2}"), ("capacity", ""), ("capacity", "[[1]]"),
+    ("capacity", "1,True,True"), ("max_iters", "1e999"), ("learning_rate", "9" * 400),
 ])  # fmt: skip
 def test_wrong_types_are_refused(tmp_path, key, text):
     message = refusal(parse, [f"--{key}={text}"])
