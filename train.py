@@ -22,9 +22,9 @@ from tqdm import tqdm
 import checkpoint
 import router as routing
 from dataset import Tokens, Windows, whole_file
+from engine import generate, pick_device, pieces, tokens_with_depths
 from flops import budget_steps, train_step_flops
 from model import MoR
-from sample import generate, pick_device, pieces, tokens_with_depths
 from settings import TrainConfig, build, help_text, merge, parse
 from tokenizer import get_encoding, token_bytes
 
