@@ -16,13 +16,15 @@ import torch
 import checkpoint
 import train
 from dataset import write_dataset
+from flops import paper_flops
 from settings import TrainConfig, build
 from tokenizer import get_encoding
 
 ROOT = Path(__file__).parent
+TINY_MODEL = {"n_layer": 5, "n_embd": 16, "n_ffn": 32, "n_head": 2, "n_kv_head": 1, "block_size": 32}
 TINY = {
-    "n_layer": 5, "n_embd": 16, "n_ffn": 32, "n_head": 2, "n_kv_head": 1, "block_size": 32,
-    "batch_size": 2, "warmup_iters": 3, "log_interval": 1, "eval_interval": 1000, "eval_iters": 2,
+    **TINY_MODEL, "batch_size": 2, "warmup_iters": 3, "log_interval": 1, "eval_interval": 1000,
+    "eval_iters": 2,
 }  # fmt: skip
 
 
@@ -72,15 +74,15 @@ KINDS = {
 def test_resumed_run_equals_straight_run_bit_for_bit(kind, dataset, tmp_path, monkeypatch):
     assert train.main(arguments(dataset, tmp_path / "straight", max_iters=20, **KINDS[kind])) == 0
 
-    # Stop the second run at step 10, as Ctrl-C would.
-    real_evaluate = train.learning_rate
+    # Stop the second run in step 10, as Ctrl-C would.
+    real_update = train.update
 
-    def interrupt_at_10(t, step):
+    def interrupt_in_10(run, step):
         if step == 9:
             os.kill(os.getpid(), signal.SIGINT)
-        return real_evaluate(t, step)
+        return real_update(run, step)
 
-    monkeypatch.setattr(train, "learning_rate", interrupt_at_10)
+    monkeypatch.setattr(train, "update", interrupt_in_10)
     argv = arguments(dataset, tmp_path / "halves", max_iters=20, **KINDS[kind])
     assert train.main(argv) == 0
     assert checkpoint.load(tmp_path / "halves" / "checkpoint.pt")["step"] == 10
@@ -96,46 +98,114 @@ def start(argv: list[str]) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def test_kills_at_random_moments_lose_nothing(dataset, tmp_path):
-    common = dict(max_iters=80, eval_interval=2)
+def wait_for(condition, process: subprocess.Popen) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_kills_at_random_moments_lose_nothing(kills, dataset, tmp_path):
+    common = dict(max_iters=100, eval_interval=2)
     assert train.main(arguments(dataset, tmp_path / "straight", **common)) == 0
-    argv, moments, kills = arguments(dataset, tmp_path / "killed", **common), random.Random(5), 0
-    path = tmp_path / "killed" / "checkpoint.pt"
-    while True:
+    argv, moments = arguments(dataset, tmp_path / "killed", **common), random.Random(5)
+    path, metrics = tmp_path / "killed" / "checkpoint.pt", tmp_path / "killed" / "metrics.jsonl"
+    for _ in range(kills):
+        size = metrics.stat().st_size if metrics.exists() else 0
         process = start([*argv, "--resume"] if path.exists() else argv)
         # The first steps come after some seconds of imports; then a moment at random, mid-write or not.
-        metrics, before = tmp_path / "killed" / "metrics.jsonl", kills
-        size = metrics.stat().st_size if metrics.exists() else -1
-        while kills < 10 and process.poll() is None:
-            if metrics.exists() and metrics.stat().st_size > max(0, size):
-                time.sleep(moments.uniform(0, 0.06))
-                process.kill()
-                process.wait()
-                kills += 1
-                break
-            time.sleep(0.005)
+        wait_for(lambda size=size: metrics.exists() and metrics.stat().st_size > size, process)
+        time.sleep(moments.uniform(0, 0.06))
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
         if path.exists():
             assert checkpoint.load(path)["step"] % 2 == 0
-        if kills == before:
-            _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors
-            break
-    assert kills >= 10
+        assert {f.name for f in path.parent.glob("*.tmp")} <= {"checkpoint.pt.tmp", "metrics.jsonl.tmp"}
+    assert train.main([*argv, "--resume"] if path.exists() else argv) == 0
     assert_same_run(tmp_path / "straight", tmp_path / "killed")
+    assert not list(path.parent.glob("*.tmp"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_save_and_exit_cleanly(number, dataset, tmp_path):
     process = start(arguments(dataset, tmp_path, max_iters=100000))
     metrics = tmp_path / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.02)
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size, process)
     process.send_signal(number)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and "--resume" in out and not errors
     step = checkpoint.load(tmp_path / "checkpoint.pt")["step"]
     assert step == max(losses(tmp_path))
-    assert not list(tmp_path.glob("tmp_*"))
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_signal_at_any_moment_saves_before_it_stops(dataset, tmp_path, monkeypatch, capsys):
+    real, calls = train.mean_figures, []
+
+    def interrupt_while_logging(passes):
+        calls.append(passes)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(passes)
+
+    monkeypatch.setattr(train, "mean_figures", interrupt_while_logging)
+    assert train.main(arguments(dataset, tmp_path, max_iters=20)) == 0
+    step = checkpoint.load(tmp_path / "checkpoint.pt")["step"]
+    assert f"stopped and saved at step {step};" in capsys.readouterr().out
+    assert step == max(losses(tmp_path)) < 20
+
+
+def test_settings_given_anew_hold_from_there_on(dataset, tmp_path):
+    assert train.main(arguments(dataset, tmp_path, max_iters=2)) == 0
+    argv = [f"--out_dir={tmp_path}", "--resume", "--max_iters=4", "--weight_decay=0.5", "--beta1=0.8"]
+    assert train.main(argv) == 0
+    matrices, vectors = checkpoint.load(tmp_path / "checkpoint.pt")["optimizer"]["param_groups"]
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.5, 0)
+    assert matrices["betas"] == vectors["betas"] == (0.8, 0.95)
+
+
+def test_capacity_warm_up_counts_forward_passes(dataset, tmp_path, monkeypatch):
+    passes = []
+    monkeypatch.setattr(train.MoR, "warm_up_capacity", lambda model, number: passes.append(number))
+    more = dict(max_iters=3, gradient_accumulation_steps=2, capacity_warmup=9)
+    assert train.main(arguments(dataset, tmp_path, **more)) == 0
+    assert passes == list(range(6))
+
+
+def test_balance_is_that_of_all_passes_together():
+    passes = [
+        {"lm_loss": torch.tensor(x), "counts": torch.tensor(n), "load": None, "max_vio": None}
+        for x, n in ((1.0, [6, 0, 0]), (2.0, [0, 3, 3]))
+    ]
+    for p in passes:
+        p["load"] = p["counts"] / p["counts"].sum()
+        p["max_vio"] = p["load"].max() / p["load"].mean() - 1
+    figures = train.mean_figures(passes)
+    assert figures["counts"] == [6, 3, 3] and figures["load"] == [0.5, 0.25, 0.25]
+    assert figures["max_vio"] == pytest.approx(0.5) and figures["loss"] == 1.5
+
+
+@pytest.mark.parametrize("kind", ["expert", "token_loss"])
+def test_loss_is_the_cross_entropy_and_total_loss_what_is_minimised(kind, dataset, tmp_path):
+    assert train.main(arguments(dataset, tmp_path, max_iters=2, **KINDS[kind])) == 0
+    coefficients = {"aux_loss": 0.001, "balance_loss": 0.1}
+    for line in losses(tmp_path).values():
+        added = sum(c * line.get(name, 0) for name, c in coefficients.items())
+        assert line["total_loss"] == pytest.approx(line["loss"] + added) != line["loss"]
+        assert "lm_loss" not in line
+
+
+def test_compile_auto_is_for_one_graph_on_a_gpu():
+    def compiles(on_gpu=True, **given):
+        return train.compiles(*build(given), on_gpu)
+
+    assert compiles() and compiles(routing="none")
+    for given in ({"on_gpu": False}, {"routing": "token"}, {"capacity_warmup": 5}, {"compile": "no"}):
+        assert not compiles(**given)
+        if "compile" not in given:
+            assert compiles(**given, compile="yes")
 
 
 def test_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(dataset, tmp_path, capsys):
@@ -152,8 +222,12 @@ def test_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(dataset, tmp_pat
     ]
     assert train.main(argv) == 2
     error = capsys.readouterr().err
-    assert "not finite at step" in error and str(tmp_path / "checkpoint.pt") in error
+    assert "not finite at step" in error and f"go on from {tmp_path / 'checkpoint.pt'}" in error
     assert all(torch.equal(w, good[name]) for name, w in weights(tmp_path).items())
+    argv = arguments(dataset, tmp_path / "new", learning_rate=1e30, warmup_iters=0)
+    assert train.main(argv) == 2
+    error = capsys.readouterr().err
+    assert "start anew" in error and "--resume" not in error and error.count("\n") == 1
 
 
 def test_learning_rate_schedules():
@@ -170,7 +244,7 @@ def test_learning_rate_schedules():
 
 
 def test_only_matrices_decay():
-    model = train.MoR(build({k: TINY[k] for k in list(TINY)[:6]})[0])
+    model = train.MoR(build(TINY_MODEL)[0])
     decayed, plain = train.make_optimizer(model, TrainConfig()).param_groups
     assert decayed["weight_decay"] == 0.1 and plain["weight_decay"] == 0
     assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in plain["params"]} == {1}
@@ -180,8 +254,8 @@ def test_only_matrices_decay():
 def test_budgets_in_tokens_and_flops_give_their_steps(dataset, tmp_path, capsys):
     assert train.main(arguments(dataset, tmp_path / "tokens", max_tokens=5 * 64)) == 0
     assert max(losses(tmp_path / "tokens")) == 5
-    config, _ = build({k: TINY[k] for k in list(TINY)[:6]})
-    flops = 3 * 64 * train.budget_steps(config, 1e12, 1) ** -1 * 1e12
+    config, _ = build(TINY_MODEL)
+    flops = 3 * 64 * paper_flops(config)
     assert train.main(arguments(dataset, tmp_path / "flops", max_flops=flops)) == 0
     assert max(losses(tmp_path / "flops")) == 3
 
@@ -250,6 +324,32 @@ def test_damaged_checkpoints_are_refused(dataset, tmp_path, capsys):
         path.write_bytes(damaged)
         assert train.main([*argv, "--resume", "--max_iters=4"]) == 2
         assert str(path) in capsys.readouterr().err
-    torch.save({"model": {}}, path)
-    assert train.main([*argv, "--resume", "--max_iters=4"]) == 2
-    assert "not a checkpoint" in capsys.readouterr().err
+    path.write_bytes(whole)
+    state = checkpoint.load(path)
+    for foreign, says in (
+        ({"model": {}}, "not a checkpoint"),
+        ({k: v for k, v in state.items() if k != "settings"}, "lacks settings"),
+        ({k: v for k, v in state.items() if k != "optimizer"}, "lacks optimizer"),
+        ({**state, "model_config": state["model_config"] | {"n_expert": 4}}, "n_expert"),
+        ({**state, "settings": state["settings"] | {"n_expert": 4}}, "n_expert"),
+        ({**state, "optimizer": {}}, "does not fit this version"),
+    ):
+        torch.save(foreign, path)
+        assert train.main([*argv, "--resume", "--max_iters=4"]) == 2
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1
+
+
+def test_a_context_shorter_than_the_closing_prompt_is_no_error(dataset, tmp_path, capsys):
+    assert train.main(arguments(dataset, tmp_path, max_iters=1, block_size=2)) == 0
+    out = capsys.readouterr().out
+    assert "sample.py" in out and "demo_vanilla" not in out  # advice for the demo alone
+
+
+def test_a_failing_preparation_is_one_sentence(tmp_path, monkeypatch, capsys):
+    (tmp_path / "data" / "pystdlib").mkdir(parents=True)
+    (tmp_path / "data" / "pystdlib" / "prepare.py").write_text("raise SystemExit(3)")
+    monkeypatch.setattr(train, "ROOT", tmp_path)
+    assert train.main([f"--out_dir={tmp_path / 'out'}"]) == 2
+    error = capsys.readouterr().err
+    assert "prepare.py failed" in error and error.count("\n") == 1

@@ -13,36 +13,142 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 from tiktoken import Encoding
+from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
 import router as routing
 from dataset import Tokens, Windows, whole_file
 from engine import generate, pick_device, pieces, tokens_with_depths
-from flops import budget_steps, train_step_flops
+from flops import run_steps, train_step_flops
 from model import MoR
+from modelconfig import ModelConfig
 from settings import TrainConfig, build, help_text, merge, parse
 from tokenizer import get_encoding, token_bytes
 
 ROOT = Path(__file__).parent
 # Dense bfloat16 FLOP/s as the makers state them; for MFU.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "RTX 4090": 165e12}
-# Settings that decide what a step does: a resumed run must have them as they were.
+# Settings that decide which tokens a step reads: a resumed run must have them as they were.
 FIXED = ("dataset", "seed", "batch_size", "gradient_accumulation_steps")
+# Datasets up to this size are read against their checksums at every start, which takes a second.
+CHECKED_BYTES = 2**30
 
 
-def learning_rate(t: TrainConfig, step: int) -> float:
-    """The rate of a step: linear warm-up, then a plateau with a linear end, or a cosine, down to 0."""
-    warm = min(1.0, (step + 1) / max(1, t.warmup_iters))
-    if t.schedule == "cosine":
-        done = max(0, step - t.warmup_iters) / max(1, t.max_iters - t.warmup_iters)
-        return t.learning_rate * min(warm, 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
-    left = (t.max_iters - step) / max(1.0, t.cooldown * t.max_iters)
-    return t.learning_rate * min(warm, left, 1.0)
+# ---- setting up --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """One run, set up."""
+
+    t: TrainConfig
+    settings: dict  # as given, for the checkpoint
+    device: str
+    autocast: torch.autocast
+    encoding: Encoding
+    rows: Windows
+    val: Windows
+    model: MoR
+    compiled: torch.nn.Module  # the same model, or compiled
+    optimizer: torch.optim.AdamW
+    start: int  # steps that are done already
+
+    @property
+    def checkpoint(self) -> Path:
+        return Path(self.t.out_dir) / "checkpoint.pt"
+
+
+def read_settings(argv: list[str]) -> tuple[dict, dict | None]:
+    """The settings given, and the checkpoint to go on from, whose settings hold unless given anew."""
+    given = parse(argv)
+    path = Path(given.get("out_dir", TrainConfig.out_dir)) / "checkpoint.pt"
+    if not given.get("resume"):
+        if path.exists():
+            raise ValueError(
+                f"{path} exists already; add --resume to go on from it, or give another --out_dir."
+            )
+        return given, None
+    state = checkpoint.load(path, (*checkpoint.KEYS, "settings", "optimizer"))
+    with checkpoint.this_version():
+        before = ModelConfig(**state["model_config"]), build(state["settings"])[1]
+        given = merge(state["settings"], given)
+    for old, new, names in zip(before, build(given), ([f.name for f in fields(ModelConfig)], FIXED)):
+        for name in names:
+            if getattr(old, name) != getattr(new, name):
+                raise ValueError(
+                    f"{path} was trained with {name}={getattr(old, name)}, not {getattr(new, name)}; "
+                    "resume without that setting, or start anew in another --out_dir."
+                )
+    return given, state
+
+
+def set_up(given: dict, state: dict | None) -> Run:
+    """All that the steps of a run need; what cannot run is refused here, before anything is written."""
+    config, t = build(given)
+    device = pick_device(t.device)
+    on_gpu = device.startswith("cuda")
+    batch_size = t.batch_size or (64 if on_gpu else 8)
+    t = replace(t, batch_size=batch_size, max_iters=run_steps(config, t, batch_size))
+    settings = {k: v for k, v in given.items() if k != "resume"} | {"batch_size": batch_size}
+    start = state["step"] if state else 0
+    if start >= t.max_iters:
+        raise ValueError(
+            f"{t.out_dir} is at step {start} of {t.max_iters}; go on with a larger --max_iters."
+        )
+    train_tokens, val_tokens = open_dataset(t.dataset)
+    encoding = get_encoding(train_tokens.encoding)
+    if config.vocab_size < encoding.n_vocab:
+        raise ValueError(
+            f"vocab_size={config.vocab_size} is smaller than the {encoding.n_vocab} tokens of encoding "
+            f"{encoding.name!r}; set --vocab_size={encoding.n_vocab} or more."
+        )
+    rows, val = (Windows(tokens, config.block_size, t.seed) for tokens in (train_tokens, val_tokens))
+    torch.manual_seed(t.seed)
+    model = checkpoint.load_model(state, device).train() if state else MoR(config).to(device)
+    optimizer = make_optimizer(model, t)
+    if state:
+        with checkpoint.this_version():  # moments as they were, settings as they are now
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
+    bfloat16 = t.dtype == "bfloat16" or (t.dtype == "auto" and on_gpu)
+    return Run(
+        t=t,
+        settings=settings,
+        device=device,
+        autocast=torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bfloat16),
+        encoding=encoding,
+        rows=rows,
+        val=val,
+        model=model,
+        compiled=torch.compile(model) if compiles(config, t, on_gpu) else model,
+        optimizer=optimizer,
+        start=start,
+    )
+
+
+def open_dataset(name: str) -> tuple[Tokens, Tokens]:
+    """The training and validation tokens; the embedded dataset is made here if it is missing."""
+    folder = ROOT / "data" / name
+    if name == "pystdlib" and not (folder / "meta.json").exists():
+        prepare = folder / "prepare.py"
+        if subprocess.run([sys.executable, prepare]).returncode:
+            raise ValueError(f"{prepare} failed, as told above; once that is mended, train again.")
+    if not (folder / "meta.json").exists():
+        at_hand = ", ".join(sorted(p.parent.name for p in ROOT.glob("data/*/prepare.py")))
+        raise ValueError(
+            f"dataset {name!r} is not prepared in {folder}; run its prepare.py (there are: {at_hand})."
+        )
+    splits = Tokens(folder, "train"), Tokens(folder, "val")
+    if sum(tokens.nbytes for tokens in splits) <= CHECKED_BYTES:
+        for tokens in splits:
+            tokens.verify()
+    return splits
 
 
 def make_optimizer(model: MoR, t: TrainConfig) -> torch.optim.AdamW:
@@ -56,86 +162,19 @@ def make_optimizer(model: MoR, t: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, t.learning_rate, (t.beta1, t.beta2), fused=True)
 
 
-def mean_figures(passes: list[dict]) -> dict:
-    """Figures of several passes as plain numbers and lists: means, and sums of the choice counts."""
-    out = {}
-    for name in passes[0]:
-        stacked = torch.stack([p[name] for p in passes])
-        out[name] = (stacked.sum(0) if name == "counts" else stacked.float().mean(0)).tolist()
-    return out
+def compiles(config: ModelConfig, t: TrainConfig, on_gpu: bool) -> bool:
+    """Whether to compile; "auto" leaves out what would compile anew whenever shapes change."""
+    # The active tokens of token-choice and of capacity warm-up differ in number from pass to pass.
+    one_graph = config.routing != "token" and not config.capacity_warmup
+    return t.compile == "yes" or (t.compile == "auto" and on_gpu and one_graph)
 
 
-@torch.no_grad()
-def evaluate(model: MoR, val: Windows, t: TrainConfig, autocast, device: str) -> dict[str, dict]:
-    """Validation loss in nats per token and bits per byte, and routing figures, under each rule.
-
-    Expert-choice has two: "top-k" as trained, which looks ahead, and "causal" as generated. For all
-    other models they are one and the same.
-    """
-    model.eval()
-    x, y = val.in_order(t.eval_iters * t.batch_size)
-    n_bytes = int(token_bytes(get_encoding(val.tokens.encoding))[y.numpy()].sum())
-    results = {}
-    for rule in ("top-k", "causal") if model.config.routing == "expert" else ("causal",):
-        passes, nats = [], 0.0
-        for xs, ys in zip(x.split(t.batch_size), y.split(t.batch_size)):
-            with autocast:
-                _, figures = model(xs.to(device), ys.to(device), rule=rule)
-            nats += figures["lm_loss"].item() * ys.numel()
-            passes.append(figures)
-        results[rule] = {
-            "loss": nats / y.numel(),
-            "bits_per_byte": nats / math.log(2) / max(1, n_bytes),
-            **mean_figures(passes),
-        }
-    model.train()
-    return results
-
-
-def describe(results: dict[str, dict]) -> str:
-    return "; ".join(
-        f"{rule} {r['loss']:.4f} nats/token, {r['bits_per_byte']:.4f} bits/byte"
-        for rule, r in results.items()
-    )
-
-
-def open_dataset(name: str) -> tuple[Tokens, Tokens]:
-    """The training and validation tokens; the embedded dataset is made here if it is missing."""
-    folder = ROOT / "data" / name
-    if name == "pystdlib" and not (folder / "meta.json").exists():
-        subprocess.run([sys.executable, folder / "prepare.py"], check=True)
-    if not (folder / "meta.json").exists():
-        at_hand = ", ".join(sorted(p.parent.name for p in ROOT.glob("data/*/prepare.py")))
-        raise ValueError(
-            f"dataset {name!r} is not prepared in {folder}; run its prepare.py (there are: {at_hand})."
-        )
-    return Tokens(folder, "train"), Tokens(folder, "val")
-
-
-def read_settings(argv: list[str]) -> tuple[dict, dict | None]:
-    """The settings given, and the checkpoint to go on from, whose settings hold unless given anew."""
-    given = parse(argv)
-    path = Path(given.get("out_dir", TrainConfig.out_dir)) / "checkpoint.pt"
-    if not given.get("resume"):
-        if path.exists():
-            raise ValueError(
-                f"{path} exists already; add --resume to go on from it, or give another --out_dir."
-            )
-        return given, None
-    state = checkpoint.load(path)
-    before = {**vars(build(state["settings"])[1]), **state["model_config"]}
-    given = merge(state["settings"], given)
-    config, t = build(given)
-    now = {name: getattr(t, name) for name in FIXED} | {
-        f: getattr(config, f) for f in state["model_config"]
-    }
-    for name, value in now.items():
-        if value != before[name]:
-            raise ValueError(
-                f"{path} was trained with {name}={before[name]}, not {value}; "
-                "resume without that setting, or start anew in another --out_dir."
-            )
-    return given, state
+def peak_flops(t: TrainConfig, device: str) -> float:
+    """FLOP/s that MFU is measured against; 0 where it is not known."""
+    if t.peak_flops or not device.startswith("cuda"):
+        return t.peak_flops
+    name = torch.cuda.get_device_name(device)
+    return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), 0.0)
 
 
 def keep_metrics_up_to(path: Path, step: int) -> None:
@@ -152,152 +191,109 @@ def keep_metrics_up_to(path: Path, step: int) -> None:
         file.write("".join(kept).encode())
 
 
-def train(given: dict, state: dict | None) -> None:
-    config, t = build(given)
-    device = pick_device(t.device)
-    on_gpu = device.startswith("cuda")
-    t.batch_size = given["batch_size"] = t.batch_size or (64 if on_gpu else 8)
-    bfloat16 = t.dtype == "bfloat16" or (t.dtype == "auto" and on_gpu)
-    autocast = torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bfloat16)
+# ---- steps -------------------------------------------------------------------------------------------
 
-    train_tokens, val_tokens = open_dataset(t.dataset)
-    encoding = get_encoding(train_tokens.encoding)
-    if config.vocab_size < encoding.n_vocab:
+
+def learning_rate(t: TrainConfig, step: int) -> float:
+    """The rate of a step: linear warm-up, then a plateau with a linear end, or a cosine, down to 0."""
+    warm = min(1.0, (step + 1) / max(1, t.warmup_iters))
+    if t.schedule == "cosine":
+        done = max(0, step - t.warmup_iters) / max(1, t.max_iters - t.warmup_iters)
+        return t.learning_rate * min(warm, 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    left = (t.max_iters - step) / max(1.0, t.cooldown * t.max_iters)
+    return t.learning_rate * min(warm, left, 1.0)
+
+
+def update(run: Run, step: int) -> tuple[Tensor, list[dict]]:
+    """One optimizer step; returns the gradient's norm and the figures of each forward pass."""
+    t, model = run.t, run.model
+    config, n_passes = model.config, t.gradient_accumulation_steps
+    torch.manual_seed(t.seed + (step + 1) * 1_000_003)  # random routing resumes as it was
+    passes = []
+    for number in range(step * n_passes, (step + 1) * n_passes):
+        if config.capacity_warmup:
+            model.warm_up_capacity(number)
+        x, y = run.rows.rows(number * t.batch_size, t.batch_size)
+        with run.autocast:
+            loss, figures = run.compiled(x.to(run.device), y.to(run.device))
+        (loss / n_passes).backward()
+        passes.append({"total_loss": loss.detach(), **figures})
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
+    if not torch.stack([norm, *(p["total_loss"] for p in passes)]).isfinite().all():
+        path = run.checkpoint
+        again = f"go on from {path} with --resume and" if path.exists() else "start anew with"
         raise ValueError(
-            f"vocab_size={config.vocab_size} is smaller than the {encoding.n_vocab} tokens of encoding "
-            f"{encoding.name!r}; set --vocab_size={encoding.n_vocab} or more."
+            f"the loss or its gradient is not finite at step {step + 1}; "
+            f"{again} a lower --learning_rate or --grad_clip."
         )
-    windows = Windows(train_tokens, config.block_size, t.seed)
-    val = Windows(val_tokens, config.block_size, t.seed)
-
-    tokens_per_step = t.batch_size * t.gradient_accumulation_steps * config.block_size
-    if t.max_flops:
-        t.max_iters = budget_steps(config, t.max_flops, tokens_per_step)
-    elif t.max_tokens:
-        t.max_iters = max(1, round(t.max_tokens / tokens_per_step))
-    start = state["step"] if state else 0
-    if start >= t.max_iters:
-        raise ValueError(
-            f"{t.out_dir} is at step {start} of {t.max_iters}; go on with a larger --max_iters."
-        )
-
-    torch.manual_seed(t.seed)
-    model = MoR(config).to(device)
-    optimizer = make_optimizer(model, t)
-    if state:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    compiled = torch.compile(model) if t.compile == "yes" or (t.compile == "auto" and on_gpu) else model
-
-    out_dir = Path(t.out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    path = out_dir / "checkpoint.pt"
-    keep_metrics_up_to(out_dir / "metrics.jsonl", start)
-
-    def save(step: int) -> None:
-        settings = {k: v for k, v in given.items() if k != "resume"}
-        checkpoint.save(
-            path,
-            model,
-            optimizer=optimizer.state_dict(),
-            encoding=encoding.name,
-            step=step,
-            settings=settings,
-        )
-
-    n_parameters = sum(p.numel() for p in model.parameters())
-    print(
-        f"{n_parameters / 1e6:.2f}M parameters in {max(config.plan) + 1} layers, unrolled to "
-        f"{config.n_layer}; {t.max_iters} steps of {tokens_per_step} tokens on {device}, to {path}"
-    )
-    step_flops, peak = train_step_flops(config, tokens_per_step), peak_flops(t, device)
-    with (
-        stop_on_signals() as signals,
-        open(out_dir / "metrics.jsonl", "a") as metrics,
-        tqdm(total=t.max_iters, initial=start, unit="step", disable=None) as bar,
-    ):
-
-        def log(line: dict) -> None:
-            metrics.write(json.dumps(line) + "\n")
-            metrics.flush()
-
-        clock, clock_step = time.perf_counter(), start
-        for step in range(start, t.max_iters):
-            torch.manual_seed(t.seed + (step + 1) * 1_000_003)  # random routing resumes as it was
-            if config.routing == "expert" and config.capacity_warmup:
-                model.warm_up_capacity(step * t.gradient_accumulation_steps)
-            passes = []
-            for micro in range(t.gradient_accumulation_steps):
-                number = step * t.gradient_accumulation_steps + micro
-                x, y = windows.rows(number * t.batch_size, t.batch_size)
-                with autocast:
-                    loss, figures = compiled(x.to(device), y.to(device))
-                (loss / t.gradient_accumulation_steps).backward()
-                passes.append({"loss": loss.detach(), **figures})
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
-            if not torch.stack([norm, *(p["loss"] for p in passes)]).isfinite().all():
-                raise ValueError(
-                    f"the loss or its gradient is not finite at step {step + 1}; the last good "
-                    f"checkpoint is {path if path.exists() else 'not written yet'}; go on from it with "
-                    "--resume and a lower --learning_rate or --grad_clip."
-                )
-            lr = learning_rate(t, step)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-            optimizer.zero_grad()
-            if config.routing == "token" and config.balancing == "loss_free":
-                counts = sum(p["counts"] for p in passes)
-                routing.update_balance_bias(model.router[0].balance_bias, counts, config.balance_rate)
-            bar.update()
-
-            done = step + 1
-            ends = done == t.max_iters or bool(signals)
-            if done % t.log_interval == 0 or ends:
-                rate = (done - clock_step) / (time.perf_counter() - clock)  # steps per second
-                line = {"step": done, "lr": lr, "tokens_per_s": rate * tokens_per_step}
-                line |= {"mfu": rate * step_flops / peak} if peak else {}
-                line |= {"grad_norm": norm.item(), **mean_figures(passes)}
-                log(line)
-                shown = {"loss": f"{line['loss']:.3f}", "lr": f"{lr:.1e}"}
-                shown |= {"tok/s": f"{line['tokens_per_s']:.0f}"}
-                bar.set_postfix(shown | ({"mfu": f"{line['mfu']:.1%}"} if peak else {}))
-                clock, clock_step = time.perf_counter(), done
-            if done % t.eval_interval == 0 or done == t.max_iters:
-                began = time.perf_counter()
-                results = evaluate(model, val, t, autocast, device)
-                log({"step": done, "val": results})
-                bar.write(f"step {done}: validation " + describe(results))
-                clock += time.perf_counter() - began
-            if done % t.eval_interval == 0 or ends:
-                save(done)
-            if signals:
-                break
-    if done < t.max_iters:
-        print(f"stopped and saved at step {done}; the same command with --resume goes on.")
-        return
-    print("\n" + sample_text(model, encoding))
-    print(
-        f"\nNext: python sample.py --checkpoint={path} --prompt='def ' --show_depth\n"
-        "      python train.py config/demo_vanilla.py   (the same FLOPs without recursion)\n"
-        "      python train.py --routing=token --out_dir=out-token, and --help for every setting"
-    )
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(t, step)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    if config.routing == "token" and config.balancing == "loss_free":
+        counts = sum(p["counts"] for p in passes)
+        routing.update_balance_bias(model.router[0].balance_bias, counts, config.balance_rate)
+    return norm, passes
 
 
-def sample_text(model: MoR, encoding: Encoding) -> str:
-    """What the model makes of a function's beginning."""
+def mean_figures(passes: list[dict]) -> dict:
+    """Figures of several passes as plain numbers and lists; `loss` is the cross entropy alone.
+
+    Means over the passes, except for the choice counts, which are summed, and the load and MaxVio that
+    follow from the sums: batches that are uneven in opposite ways are even together.
+    """
+    out = {name: torch.stack([p[name] for p in passes]).float().mean(0) for name in passes[0]}
+    if "counts" in out:
+        counts = sum(p["counts"] for p in passes)
+        load = counts / counts.sum()
+        out |= {"counts": counts, "load": load, "max_vio": load.max() / load.mean() - 1}
+    out["loss"] = out.pop("lm_loss")
+    return {name: value.tolist() for name, value in out.items()}
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> dict[str, dict]:
+    """Validation loss in nats per token and bits per byte, and routing figures, under each rule.
+
+    Expert-choice has two: "top-k" as trained, which looks ahead, and "causal" as generated. For all
+    other models they are one and the same.
+    """
+    t, model, device = run.t, run.model, run.device
     model.eval()
-    prompt = encoding.encode_ordinary("def ")
-    steps = generate(model, [prompt], encoding, max_new_tokens=300, temperature=0.6)
-    return "".join(text for text, _ in pieces(tokens_with_depths(steps, 0), encoding))
+    x, y = run.val.in_order(t.eval_iters * t.batch_size)
+    n_bytes = int(token_bytes(run.encoding)[y.numpy()].sum())
+    results = {}
+    for rule in ("top-k", "causal") if model.config.routing == "expert" else ("causal",):
+        passes, nats = [], 0.0
+        for xs, ys in zip(x.split(t.batch_size), y.split(t.batch_size)):
+            with run.autocast:
+                _, figures = model(xs.to(device), ys.to(device), rule=rule)
+            nats += figures["lm_loss"].item() * ys.numel()
+            passes.append(figures)
+        results[rule] = mean_figures(passes) | {
+            "loss": nats / y.numel(),
+            "bits_per_byte": nats / math.log(2) / max(1, n_bytes),
+        }
+    model.train()
+    return results
 
 
-def peak_flops(t: TrainConfig, device: str) -> float:
-    """FLOP/s that MFU is measured against; 0 where it is not known."""
-    if t.peak_flops or not device.startswith("cuda"):
-        return t.peak_flops
-    name = torch.cuda.get_device_name(device)
-    return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), 0.0)
+def describe(results: dict[str, dict]) -> str:
+    return "; ".join(
+        f"{rule} {r['loss']:.4f} nats/token, {r['bits_per_byte']:.4f} bits/byte"
+        for rule, r in results.items()
+    )
+
+
+def save(run: Run, step: int) -> None:
+    checkpoint.save(
+        run.checkpoint,
+        run.model,
+        optimizer=run.optimizer.state_dict(),
+        encoding=run.encoding.name,
+        step=step,
+        settings=run.settings,
+    )
 
 
 @contextmanager
@@ -318,12 +314,92 @@ def stop_on_signals():
             signal.signal(number, handler)
 
 
+# ---- the run -----------------------------------------------------------------------------------------
+
+
+def train(run: Run) -> int:
+    """Steps until the budget is spent or a signal comes, with a checkpoint at the end either way.
+
+    Logs to metrics.jsonl; returns the number of steps done.
+    """
+    t, config = run.t, run.model.config
+    tokens_per_step = t.batch_size * t.gradient_accumulation_steps * config.block_size
+    n_parameters = sum(p.numel() for p in run.model.parameters())
+    print(
+        f"{n_parameters / 1e6:.2f}M parameters in {max(config.plan) + 1} layers, unrolled to "
+        f"{config.n_layer}; {t.max_iters} steps of {tokens_per_step} tokens on {run.device}, "
+        f"to {run.checkpoint}"
+    )
+    run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    path = run.checkpoint.with_name("metrics.jsonl")
+    keep_metrics_up_to(path, run.start)
+    step_flops, peak = train_step_flops(config, tokens_per_step), peak_flops(t, run.device)
+    with (
+        stop_on_signals() as signals,
+        open(path, "a") as metrics,
+        tqdm(total=t.max_iters, initial=run.start, unit="step", disable=None) as bar,
+    ):
+
+        def log(line: dict) -> None:
+            metrics.write(json.dumps(line) + "\n")
+            metrics.flush()
+
+        clock, clock_step = time.perf_counter(), run.start
+        for step in range(run.start, t.max_iters):
+            norm, passes = update(run, step)
+            bar.update()
+            done = step + 1
+            ends = done == t.max_iters or bool(signals)  # asked once: what ends, logs and saves first
+            if done % t.log_interval == 0 or ends:
+                rate = (done - clock_step) / (time.perf_counter() - clock)  # steps per second
+                line = {"step": done, "lr": learning_rate(t, step)}
+                line |= {"tokens_per_s": rate * tokens_per_step}
+                line |= {"mfu": rate * step_flops / peak} if peak else {}
+                line |= {"grad_norm": norm.item(), **mean_figures(passes)}
+                log(line)
+                shown = {"loss": f"{line['loss']:.3f}", "lr": f"{line['lr']:.1e}"}
+                shown |= {"tok/s": f"{line['tokens_per_s']:.0f}"}
+                bar.set_postfix(shown | ({"mfu": f"{line['mfu']:.1%}"} if peak else {}))
+                clock, clock_step = time.perf_counter(), done
+            if done % t.eval_interval == 0 or done == t.max_iters:
+                began = time.perf_counter()
+                results = evaluate(run)
+                log({"step": done, "val": results})
+                bar.write(f"step {done}: validation " + describe(results))
+                clock += time.perf_counter() - began
+            if done % t.eval_interval == 0 or ends:
+                save(run, done)
+            if ends:
+                break
+    return done
+
+
+def sample_text(model: MoR, encoding: Encoding) -> str:
+    """What the model makes of a function's beginning."""
+    model.eval()
+    prompt = encoding.encode_ordinary("def ")[: model.config.block_size]
+    steps = generate(model, [prompt], encoding, max_new_tokens=300, temperature=0.6)
+    return "".join(text for text, _ in pieces(tokens_with_depths(steps, 0), encoding))
+
+
 def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(help_text("train.py"))
         return 0
     try:
-        train(*read_settings(argv))
+        given, state = read_settings(argv)
+        run = set_up(given, state)
+        done = train(run)
+        if done < run.t.max_iters:
+            print(f"stopped and saved at step {done}; the same command with --resume goes on.")
+            return 0
+        print("\n" + sample_text(run.model, run.encoding))
+        print(f"\nNext: python sample.py --checkpoint={run.checkpoint} --prompt='def ' --show_depth")
+        if not given:
+            print(
+                "      python train.py config/demo_vanilla.py   (the demo's FLOPs without recursion)\n"
+                "      python train.py --routing=token --out_dir=out-token, and --help for every setting"
+            )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

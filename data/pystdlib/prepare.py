@@ -77,4 +77,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as error:
+        sys.exit(f"error: the dataset cannot be made ({error}); give another --out_dir or mend that.")
