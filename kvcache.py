@@ -10,15 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import Ragged, depth_attention
+from kernels import Ragged, depth_attention, depth_mask
 from modelconfig import ModelConfig
 
 
 class PassKV:
     """Keys and values of one forward pass over whole sequences; nothing outlives the pass."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, attention: str):
         self.config = config
+        self.attention = attention  # who computes it, see kernels.runs_triton
         self.made = {}  # unrolled layer -> its keys and values
 
     def begin(self, rows: Ragged) -> None:
@@ -26,24 +27,23 @@ class PassKV:
 
     def enter(self, rows: Ragged, step: int | None) -> None:
         """The layers from here on run on these rows."""
-        self.rows = rows
+        self.rows, self.mask = rows, None
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Attention (n, H, D) of unrolled layer `layer`; k and v are None where it reuses older ones."""
-        source = self.config.first_use[layer]
-        if self.config.kv_mode == "recursion":
-            return depth_attention(q, k, v, self.rows, self.rows)
-        if source == layer:
-            self.made[layer] = k, v
-        else:
+        source, index = self.config.first_use[layer], self.rows.index
+        own = self.config.kv_mode == "recursion" or index is None  # queries and keys are the same rows
+        if self.config.kv_mode != "recursion":
+            if source == layer:
+                self.made[layer] = k, v
             shared_k, shared_v = self.made[source]
-            if k is not None and self.rows.index is not None:
-                k = shared_k.index_copy(0, self.rows.index, k)
-                v = shared_v.index_copy(0, self.rows.index, v)
-            elif k is None:
+            if k is None:
                 k, v = shared_k, shared_v
-        everyone = self.rows.index is None
-        return depth_attention(q, k, v, self.rows, self.rows if everyone else self.all_rows)
+            elif index is not None:
+                k, v = shared_k.index_copy(0, index, k), shared_v.index_copy(0, index, v)
+        if self.mask is None:  # all layers of a step see the same
+            self.mask = depth_mask(q, k, self.rows, None if own else self.all_rows, self.attention)
+        return depth_attention(q, k, v, self.mask)
 
 
 class KVCache:

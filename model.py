@@ -114,6 +114,7 @@ class MoR(nn.Module):
         angle = torch.arange(c.block_size).double()[:, None, None] * frequency  # (T, 1, D/2)
         self.register_buffer("cos", angle.cos().float(), persistent=False)
         self.register_buffer("sin", angle.sin().float(), persistent=False)
+        self.attention = "auto"  # who computes attention over whole sequences: kernels.runs_triton
         self.capacity = c.capacity  # what training uses now; capacity warm-up moves it
 
     def warm_up_capacity(self, passes: int) -> None:
@@ -143,7 +144,7 @@ class MoR(nn.Module):
             raise ValueError(
                 f"max_depth={max_depth} must lie between 1 and n_recursion={c.n_recursion}."
             )
-        kv = PassKV(c) if cache is None else cache
+        kv = PassKV(c, self.attention) if cache is None else cache
         kv.begin(rows)
         x = self.model.embed_tokens(ids)
         if c.routing == "none":
