@@ -54,7 +54,7 @@ class TrainConfig:
                     f"of {', '.join(options)}."
                 )
         for name in ("gradient_accumulation_steps", "eval_interval", "eval_iters", "log_interval"):
-            if getattr(self, name) < 1:
+            if not 1 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         for name in (*BUDGETS, "batch_size", "warmup_iters", "weight_decay", "grad_clip", "peak_flops"):
             if not 0 <= getattr(self, name) < math.inf:
