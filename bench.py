@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import router as routing
+from bench_kernels import bench_kernels
 from flops import exact_flops, parameters, short
 from measure import Machine, print_table
 from model import MoR
@@ -158,6 +159,12 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     train.add_argument("--batch", type=count, default=1, help="1 sequence a step")
     train.add_argument("--rounds", type=count, default=5, help="5 timed rounds, after one to warm up")
     train.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, …; auto: a GPU if any")
+
+    kernel = commands.add_parser("kernels", help=bench_kernels.__doc__, allow_abbrev=False)
+    kernel.set_defaults(run=bench_kernels)
+    kernel.add_argument("--aot", action="store_true", help="compile ahead of time, for three GPUs")
+    kernel.add_argument("--seq", type=count, default=2048, help="2048 tokens in the counted sequence")
+    kernel.add_argument("--group", type=count, default=3, help="3 query heads per key head")
     return parser.parse_args(argv)
 
 

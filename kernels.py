@@ -39,6 +39,8 @@ def tile_rows(dtype: torch.dtype) -> int:
 
 def tuned(kernel: str, head_dim: int, dtype: torch.dtype) -> dict:
     """How many keys (or, in dkv_kernel, rows) a kernel takes at a time, and its warps and stages."""
+    if kernel == "paged":
+        return {"KEYS": 32 if dtype == torch.float32 else 64, "num_warps": 4, "num_stages": 2}
     wide = dtype == torch.float32 or head_dim == 128
     options = {"num_warps": 8 if wide else 4, "num_stages": 2}
     if kernel == "dkv":
@@ -114,19 +116,24 @@ def depth_mask(
     q (Nq, H, D) and k (Nk, Hkv, D) are one layer's, for their shapes and type. keys=None: the queries'
     own rows. attention: "plain", "triton" or "auto"; size: rows of a tile, if not the tuned number.
     """
-    dense = keys is None and queries.length is not None
-    if not runs_triton(attention, q, k, dense):
-        return DepthMask(queries, keys, None)
-    size, keys = size or tile_rows(q.dtype), keys or queries
+    tiles = None
+    if runs_triton(attention, q, k, dense=keys is None and queries.length is not None):
+        group = q.shape[1] // k.shape[1]
+        tiles = make_tiles(queries, keys or queries, group, size or tile_rows(q.dtype))
+    return DepthMask(queries, keys, tiles)
+
+
+def make_tiles(queries: Ragged, keys: Ragged, group: int, size: int) -> Tiles:
+    """The mask in numbers: a query sees the first n_key keys of its sequence, for positions ascend."""
     q_sequence, k_sequence = queries.sequence(), keys.sequence()
     q_at, k_at = q_sequence * FAR + queries.pos, k_sequence * FAR + keys.pos  # ascending throughout
     n_key = torch.searchsorted(k_at, q_at, right=True) - keys.cu_seqlens[q_sequence]
     first_query = torch.searchsorted(q_at, k_at) - queries.cu_seqlens[k_sequence]
     n_query = queries.cu_seqlens.diff()
-    q_tiles = cut(queries, size // (q.shape[1] // k.shape[1]), lambda _, first, last: n_key[last])
+    q_tiles = cut(queries, size // group, lambda _, first, last: n_key[last])
     k_tiles = cut(keys, size, lambda sequence, first, _: n_query[sequence] - first_query[first])
     tensors = n_key, first_query, queries.cu_seqlens, keys.cu_seqlens, q_tiles, k_tiles
-    return DepthMask(queries, keys, Tiles(*(t.int() for t in tensors), size))
+    return Tiles(*(t.int() for t in tensors), size)
 
 
 def runs_triton(attention: str, q: Tensor, k: Tensor, dense: bool) -> bool:
