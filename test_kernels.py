@@ -23,6 +23,8 @@ from kernels import (
     ragged_batch,
     store_pages,
 )
+from model import MoR
+from modelconfig import ModelConfig
 
 HEADS = [(1, 1), (3, 1), (3, 3), (5, 1), (6, 2), (10, 2)]  # query heads, key and value heads
 BOTH = pytest.mark.parametrize("attention", ["plain", "triton"])
@@ -297,6 +299,35 @@ def test_the_operators_keep_what_they_tell_torch(subset):
     out, lse = torch.ops.mor.depth_attention(q, k, v, *mask.tiles)
     given = (torch.randn_like(out), q, k, v, out, lse, *mask.tiles)
     torch.library.opcheck(torch.ops.mor.depth_attention_backward, given)
+
+
+@pytest.mark.parametrize("routing", ["expert", "token"])
+@pytest.mark.parametrize("kv_mode", ["recursion", "shared", "shared_update"])
+def test_a_training_step_is_the_same_by_both_ways(routing, kv_mode):
+    """Loss and every gradient of a whole model; expert-choice also as one compiled graph."""
+    sizes = dict(vocab_size=50, block_size=24, n_layer=5, n_head=6, n_kv_head=2, n_embd=96, n_ffn=32)
+    torch.manual_seed(0)
+    model = MoR(ModelConfig(**sizes, routing=routing, kv_mode=kv_mode))
+    ids = torch.randint(0, 50, (2, 24))
+
+    def step(attention, forward):
+        model.attention = attention
+        model.zero_grad()
+        loss, _ = forward(ids, ids)
+        loss.backward()
+        return loss.item(), {
+            n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+        }
+
+    loss, grads = step("plain", model)
+    ways = [model]
+    if routing == "expert":
+        ways.append(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    for forward in ways:
+        same_loss, same_grads = step("triton", forward)
+        assert same_loss == pytest.approx(loss, rel=1e-6) and same_grads.keys() == grads.keys()
+        for name, grad in grads.items():
+            assert_near(same_grads[name] / grad.abs().max(), grad / grad.abs().max(), 1e-5)
 
 
 def test_strided_inputs_are_welcome():
