@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import router as routing
+from bench_gpu import SECTIONS, bench_gpu
 from bench_kernels import bench_kernels
 from flops import exact_flops, parameters, short
 from measure import Machine, print_table
@@ -165,6 +166,15 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     kernel.add_argument("--aot", action="store_true", help="compile ahead of time, for three GPUs")
     kernel.add_argument("--seq", type=count, default=2048, help="2048 tokens in the counted sequence")
     kernel.add_argument("--group", type=count, default=3, help="3 query heads per key head")
+
+    gpu = commands.add_parser("gpu", help=bench_gpu.__doc__, allow_abbrev=False)
+    gpu.set_defaults(run=bench_gpu)
+    gpu.add_argument(
+        "--limit", type=count, default=450, help="450 seconds; what no longer fits is left out"
+    )
+    gpu.add_argument("--only", default=",".join(SECTIONS), help=f"sections; all: {', '.join(SECTIONS)}")
+    gpu.add_argument("--out", default="results", help="folder of the JSON file; results")
+    gpu.add_argument("--dry", action="store_true", help="tiny shapes on a CPU, interpreted; no file")
     return parser.parse_args(argv)
 
 
