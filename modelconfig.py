@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 
 def nearest(name, options) -> str:
-    """The option spelt most like `name`."""
-    return difflib.get_close_matches(str(name), list(options), 1, 0)[0]
+    """The option spelt most like `name`, or with its letters as initials: lr is learning_rate."""
+    initials = [o for o in options if "".join(word[:1] for word in o.split("_")) == name]
+    return initials[0] if initials else difflib.get_close_matches(str(name), list(options), 1, 0)[0]
 
 
 def setting(default, help: str):
@@ -29,6 +30,10 @@ CHOICES = {
     "sampling": ("aux_loss", "aux_router", "none"),
     "balancing": ("loss", "loss_free", "none"),
 }
+
+
+# No model is wider than the one number or has more of anything than the other; a typo may ask for it.
+WIDEST, MOST = 2**24, 2**12
 
 
 @dataclass
@@ -66,7 +71,7 @@ class ModelConfig:
         if not self.alpha:
             self.alpha = 1.0 if self.router_func == "softmax" else 0.1
         if self.routing == "expert" and not self.capacity:
-            r = self.n_recursion
+            r = min(self.n_recursion, MOST)
             self.capacity = tuple((r - i) / r for i in range(r))
         self.capacity = tuple(self.capacity)
         check(self)
@@ -118,9 +123,13 @@ def check(c: ModelConfig) -> None:
             f"{name}={value!r} is not known; the nearest choice is {nearest(value, options)!r} "
             f"of {', '.join(options)}.",
         )
-    for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_ffn",
-                 "n_recursion"):  # fmt: skip
-        require(getattr(c, name) >= 1, f"{name}={getattr(c, name)} must be at least 1.")
+    for names, largest in (
+        (("vocab_size", "block_size", "n_embd", "n_ffn"), WIDEST),
+        (("n_layer", "n_head", "n_kv_head", "n_recursion"), MOST),
+    ):
+        for name in names:
+            value = getattr(c, name)
+            require(1 <= value <= largest, f"{name}={value} must be at least 1 and at most {largest}.")
     for name in ("rope_theta", "norm_eps", "init_std", "alpha", "router_temperature"):
         require(
             0 < getattr(c, name) < math.inf, f"{name}={getattr(c, name)} must be above 0 and finite."

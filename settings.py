@@ -7,6 +7,10 @@ plain assignments of literals. Unknown keys and wrong types are refused with the
 
 import ast
 import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -22,7 +26,7 @@ class TrainConfig:
     seed: int = setting(1337, "seed of weights, batches and random routing")
     batch_size: int = setting(0, "sequences per process and pass; 0: 8 on a CPU, 64 on a GPU")
     gradient_accumulation_steps: int = setting(1, "forward and backward passes per optimizer step")
-    max_iters: int = setting(1000, "budget in optimizer steps")
+    max_iters: int = setting(800, "budget in optimizer steps")
     max_tokens: int = setting(0, "budget in tokens, instead of max_iters")
     max_flops: float = setting(0.0, "budget in FLOPs as the paper counts, instead of max_iters")
     learning_rate: float = setting(3e-3, "peak learning rate")
@@ -38,6 +42,11 @@ class TrainConfig:
     log_interval: int = setting(10, "steps between lines of metrics.jsonl")
     device: str = setting("auto", "cpu, cuda, cuda:1, …; auto: the GPU if there is one")
     dtype: str = setting("auto", "float32 or bfloat16 (autocast); auto: bfloat16 on a GPU")
+    attention: str = setting(
+        "auto",
+        "who computes attention: auto, plain (PyTorch), triton (a GPU; on a CPU with "
+        "TRITON_INTERPRET=1, slowly)",
+    )
     compile: str = setting("auto", "torch.compile: yes, no; auto: on a GPU, if one graph will do")
     peak_flops: float = setting(0.0, "FLOP/s of the device for MFU; 0: looked up for known GPUs")
 
@@ -45,6 +54,7 @@ class TrainConfig:
         for name, options in (
             ("schedule", ("trapezoid", "cosine")),
             ("dtype", ("auto", "float32", "bfloat16")),
+            ("attention", ("auto", "plain", "triton")),
             ("compile", ("auto", "yes", "no")),
         ):
             value = getattr(self, name)
@@ -54,11 +64,16 @@ class TrainConfig:
                     f"of {', '.join(options)}."
                 )
         for name in ("gradient_accumulation_steps", "eval_interval", "eval_iters", "log_interval"):
-            if not 1 <= getattr(self, name) < math.inf:
+            if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) > MOST_PASSES:
+                raise ValueError(f"{name}={getattr(self, name)} must be at most {MOST_PASSES}.")
         for name in (*BUDGETS, "batch_size", "warmup_iters", "weight_decay", "grad_clip", "peak_flops"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be finite and not negative.")
+        if not any(getattr(self, name) for name in BUDGETS):
+            raise ValueError("max_iters=0 leaves no step to train; give a budget of 1 or more.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must lie from 0 up to below 2**32.")
         if not 0 < self.learning_rate < math.inf:
@@ -69,7 +84,12 @@ class TrainConfig:
 
 
 BUDGETS = ("max_iters", "max_tokens", "max_flops")
+MOST_PASSES = 2**16
 FIELDS = {f.name: f for cls in (TrainConfig, ModelConfig) for f in fields(cls)}
+
+
+# What Python's parser raises: the last two for nesting thousands deep.
+UNREADABLE = (ValueError, SyntaxError, MemoryError, RecursionError)
 
 
 def convert(key: str, value, source: str):
@@ -84,22 +104,23 @@ def convert(key: str, value, source: str):
     if isinstance(value, str):
         try:
             value = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except UNREADABLE:
             value = None
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if wanted is bool and isinstance(value, bool):
         return value
     try:
-        if wanted is int and number and value == int(value):  # 1e6 is welcome where steps are meant
+        # 1e6 is welcome where steps are meant
+        if wanted is int and number and value == int(value) and abs(value) < 2**63:
             return int(value)
         if wanted is float and number:
             return float(value)
-    except OverflowError:  # no number of this machine
+        if wanted == tuple[float, ...]:
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            if all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in values):
+                return tuple(float(x) for x in values)
+    except (OverflowError, ValueError):  # no number of this machine
         pass
-    if wanted == tuple[float, ...]:
-        values = value if isinstance(value, (tuple, list)) else (value,)
-        if all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in values):
-            return tuple(float(x) for x in values)
     kind = "list of numbers" if wanted == tuple[float, ...] else wanted.__name__
     raise ValueError(f"{source}: {key} takes one {kind}, as {key}={FIELDS[key].default!r}.")
 
@@ -107,14 +128,15 @@ def convert(key: str, value, source: str):
 def read_config(path: str) -> dict:
     """The assignments of a config file; anything but `name = literal` is refused."""
     try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+        tree = ast.parse(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(
             f"{path}: {error.strerror}; the ones at hand are in the folder config/."
         ) from None
-    except (SyntaxError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ValueError(
-            f"{path} is not a list of plain assignments: {error}; write lines as `max_iters = 100`."
+            f"{path} is not a list of plain assignments: {error or 'nested too deep'}; "
+            "write lines as `max_iters = 100`."
         ) from None
     given = {}
     for node in tree.body:
@@ -124,7 +146,7 @@ def read_config(path: str) -> dict:
         try:
             (name,) = (target.id for target in targets)
             value = ast.literal_eval(node.value)
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except (*UNREADABLE, TypeError, AttributeError):
             raise ValueError(
                 f"{path}, line {node.lineno} is not `name = literal`, which is all that is read; "
                 "write out its value."
@@ -142,6 +164,8 @@ def parse(argv: list[str]) -> dict:
             key = key.replace("-", "_")
             if not equals and key in FIELDS and FIELDS[key].type is not bool:
                 raise ValueError(f"--{key} needs a value; write --{key}=VALUE.")
+            if key in typed:
+                raise ValueError(f"--{key} is given twice; leave one of them out.")
             typed[key] = convert(key, value if equals else "True", "command line")
         elif from_file is not None:
             raise ValueError(f"{arg}: one config file is read, and there is one before it already.")
@@ -182,3 +206,55 @@ def help_text(program: str) -> str:
             default = f.default if f.default not in ("", ()) else "–"
             lines.append(f"  --{f.name}={default}".ljust(40) + f.metadata["help"])
     return "\n".join(lines)
+
+
+# ---- standard streams of a command -------------------------------------------------------------------
+
+
+def open_streams() -> None:
+    """Closed streams become the null device; what a terminal cannot spell is printed as `?`."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    sys.stdout.reconfigure(errors="replace")
+
+
+def silence(stream) -> None:
+    """What is written to a broken stream is dropped from here on."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class Unbreakable:
+    """An output stream whose reader may leave, or whose disk may fill: it falls silent."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self.stream.write(text)
+        except OSError:
+            silence(self.stream)
+        self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError:
+            silence(self.stream)
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Work goes on here whatever becomes of stdout and stderr."""
+    open_streams()
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(Unbreakable, before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before

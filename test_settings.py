@@ -209,7 +209,7 @@ def test_every_default_is_read_back_as_itself(tmp_path):
 
 def test_later_sources_win(tmp_path):
     path = write(tmp_path, 'preset = "mor-360m"\nn_recursion = 2\nseed = 7\nkv_mode = "shared"\n')
-    model, train = build(parse([path, "--kv_mode=recursion", "--seed=8", "--seed=9"]))
+    model, train = build(parse([path, "--kv_mode=recursion", "--seed=9"]))
     assert (model.n_embd, model.vocab_size, model.block_size) == (960, 49152, 2048)  # preset
     assert model.n_recursion == 2  # file over preset
     assert model.kv_mode == "recursion" and train.seed == 9  # command line over file
@@ -242,7 +242,7 @@ def test_two_budgets_at_once_are_refused(tmp_path):
 
 def test_without_a_budget_there_is_the_default():
     _, train = build({})
-    assert (train.max_iters, train.max_tokens, train.max_flops) == (1000, 0, 0)
+    assert (train.max_iters, train.max_tokens, train.max_flops) == (800, 0, 0)
 
 
 @pytest.mark.parametrize("first", ["seed = 1", ""])
