@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
 GPU = Sizes(
     ((2048, 16), (8192, 4)), ((9, 3), (15, 5)), 64, 7, 400, tuple(product((64, 128, 32, 16), TOLERANCE)),
     (64, 4, (2048, 8192), (16, 64)),
-    ((64, 4, 3), (128, 8, 3), (128, 8, 2), (64, 8, 3), (128, 4, 3), (64, 4, 4)), 16, {},
+    ((64, 4, 3), (128, 8, 3), (128, 8, 2), (64, 8, 3), (64, 8, 2), (64, 4, 4)), 16, {},
 )  # fmt: skip
 DRY = Sizes(
     ((32, 2),), ((3, 1),), 16, 1, 20, tuple(product((16,), TOLERANCE)), (2, 2, (64,), (16,)),
@@ -537,7 +537,7 @@ def train_step(run: Run, config: ModelConfig, batch: int):
 
 SECTIONS = {  # and their shares of the time; none is begun with less than a quarter of its own
     "correctness": (correctness, 40), "attention": (attention, 160), "capacity": (capacity, 10),
-    "decode": (decode, 10), "tuning": (tuning, 30), "training": (training, 200),
+    "decode": (decode, 10), "tuning": (tuning, 40), "training": (training, 190),
 }  # fmt: skip
 
 
