@@ -1,11 +1,16 @@
 """Checkpoints: everything a run needs to go on, in one file that is whole or absent.
 
 A file is written under a temporary name, flushed to the disk and renamed, so a kill at any moment
-leaves the last good one. It is read with `weights_only=True`: tensors and plain values, never code.
+leaves the last good one. It is read with `weights_only=True`: tensors and plain values, never code;
+and checked whole, down to the shapes, before anything is made of it. The run's log and the lock on its
+folder are here too.
 """
 
+import json
+import os
+import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,36 +19,58 @@ import torch
 from dataset import whole_file
 from model import MoR
 from modelconfig import ModelConfig
+from settings import convert
 
-KEYS = ("model", "model_config", "encoding", "step")
+try:
+    import fcntl
+except ImportError:  # not on Windows, where runs are not kept apart
+    fcntl = None
+
+TYPES = {
+    "model": dict, "model_config": dict, "encoding": str, "step": int,
+    "settings": dict, "optimizer": dict, "data": dict,
+}  # fmt: skip
+KEYS = ("model", "model_config", "encoding", "step")  # the others are for going on alone
 
 
 def save(path: Path, model: MoR, **state) -> None:
     """Writes the model, its configuration and `state` (tensors and plain values) to `path`."""
-    config = asdict(model.config)
-    with whole_file(path) as file:
-        torch.save({"model": model.state_dict(), "model_config": config, **state}, file)
+    state = {"model": model.state_dict(), "model_config": asdict(model.config), **state}
+    try:
+        with whole_file(Path(os.path.realpath(path))) as file:  # a link stays, its target is replaced
+            torch.save(state, file)
+    except RuntimeError as error:  # torch's own, on top of what the system said
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def load(path: Path, keys: tuple[str, ...] = KEYS) -> dict:
-    """The dictionary that `save` wrote, on the CPU; ValueError in one sentence if it lacks a key."""
+    """The dictionary that `save` wrote, on the CPU; ValueError in one sentence if it is not one."""
     try:
+        with zipfile.ZipFile(path) as parts:
+            if damaged := parts.testzip():
+                raise ValueError(f"the checksum of {damaged} does not match")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ValueError(
             f"{path}: there is no such checkpoint; train one with `python train.py`."
         ) from None
-    except Exception as error:  # torch raises many kinds for a damaged or foreign file
+    except Exception as error:  # many kinds for a damaged or foreign file
         reason = str(error).split("\n")[0][:100]
         raise ValueError(
             f"{path} is damaged or not a checkpoint ({type(error).__name__}: {reason}); "
             "restore a copy of it or train again."
         ) from None
-    missing = [k for k in keys if not isinstance(state, dict) or k not in state]
-    if missing:
+    found = state if isinstance(state, dict) else {}
+    wrong = [k for k in keys if not isinstance(found.get(k), TYPES[k]) or found[k] is True]
+    if wrong or state["step"] < 0:
         raise ValueError(
-            f"{path} lacks {', '.join(missing)}: it is not a checkpoint of train.py; give one that is."
+            f"{path} lacks {', '.join(wrong) or 'a step'} in the form that train.py writes: it is "
+            "not a checkpoint of train.py; give one that is."
         )
+    for name in {"model_config", "settings"} & set(keys):
+        state[name] = {k: convert(k, v, f"{path}, {name}") for k, v in state[name].items()}
     return state
 
 
@@ -52,7 +79,9 @@ def this_version() -> Iterator[None]:
     """Around what takes a checkpoint apart: what another version wrote fails in one sentence."""
     try:
         yield
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+    except ValueError:
+        raise
+    except Exception as error:
         reason = " ".join(str(error).split())[:150]
         raise ValueError(
             f"the checkpoint does not fit this version or its own configuration ({reason}); train again."
@@ -65,3 +94,77 @@ def load_model(state: dict, device: str = "cpu") -> MoR:
         model = MoR(ModelConfig(**state["model_config"]))
         model.load_state_dict(state["model"])
     return model.to(device).eval()
+
+
+def load_moments(state: dict, optimizer: torch.optim.AdamW) -> None:
+    """The moments of a loaded checkpoint; the optimizer's settings stay as they are now."""
+    with this_version():
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, moments in state["optimizer"]["state"].items():
+            shape = parameters[number].shape
+            for name, wanted in (("step", ()), ("exp_avg", shape), ("exp_avg_sq", shape)):
+                # The fused step trusts these: with others it writes where it must not.
+                if moments[name].shape != wanted or moments[name].layout != torch.strided:
+                    raise TypeError(f"{name} of parameter {number} has another shape")
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
+
+
+# ---- the folder of a run -----------------------------------------------------------------------------
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Makes the folder and keeps other runs out of it; one that stays empty is removed again."""
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY) if fcntl else None
+    try:
+        if fcntl:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"another run is writing to {folder}; wait for its end, or give another --out_dir."
+                ) from None
+            except OSError:  # some network drives know no locks
+                pass
+        yield
+    finally:
+        if made:
+            with suppress(OSError):
+                folder.rmdir()
+        if fcntl:
+            os.close(lock)
+
+
+def kept_up_to(path: Path, step: int) -> bytes:
+    """The lines of a log up to a step; the steps after it, if any, are about to be redone."""
+    kept = []
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + b"\n")
+        except (ValueError, TypeError, KeyError, RecursionError):  # cut short by a kill, or damaged
+            continue
+    return b"".join(kept)
+
+
+class Log:
+    """A file of JSON lines; those that a full disk does not take wait for the next try."""
+
+    def __init__(self, path: Path, step: int):
+        kept = kept_up_to(path, step)
+        with whole_file(path) as file:
+            file.write(kept)
+        self.path, self.waiting = path, b""
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
+
+    def add(self, line: dict) -> None:
+        self.waiting += json.dumps(line).encode() + b"\n"
+        with suppress(OSError):
+            self.flush()
+
+    def flush(self) -> None:
+        while self.waiting:
+            self.waiting = self.waiting[self.file.write(self.waiting) :]

@@ -10,6 +10,8 @@ import functools
 import json
 import os
 import struct
+import subprocess
+import sys
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator
@@ -22,13 +24,16 @@ import numpy as np
 import tiktoken
 import torch
 
-from tokenizer import token_bytes
+from tokenizer import get_encoding, token_bytes
 
 # magic, version, numpy dtype, number of tokens, encoding; then a checksum over these and the tokens
 HEADER = struct.Struct("<8sI4sQ36s")
 CHECKSUM = struct.Struct("<I")
 HEADER_SIZE = HEADER.size + CHECKSUM.size
 MAGIC, VERSION, DTYPES = b"MoRtoken", 1, (b"<u2", b"<u4")
+ROOT = Path(__file__).parent
+# Datasets up to this size are read against their checksums at every start, which takes a second.
+CHECKED_BYTES = 2**30
 WRITER = f".{uuid.uuid4().hex}"  # two runs that both miss a dataset prepare it at once
 
 
@@ -170,6 +175,8 @@ class Tokens:
                 f"{self.name} is not there or not finished; run the dataset's prepare.py, "
                 "for example python data/pystdlib/prepare.py."
             ) from error
+        if not checksums:
+            raise ValueError(f"{self.name} has no shards; run the dataset's prepare.py again.")
         self.shards = []
         for file, checksum in checksums:
             shard = open_shard(Path(folder) / file)
@@ -188,10 +195,19 @@ class Tokens:
     def nbytes(self) -> int:
         return sum(shard.tokens.nbytes for shard in self.shards)
 
-    def verify(self) -> None:
-        """Reads all shards against their checksums, about a gigabyte a second."""
+    @property
+    def checksums(self) -> list[int]:
+        return [shard.checksum for shard in self.shards]
+
+    def verify(self, n_vocab: int = 2**32) -> None:
+        """Reads all shards against checksums and vocabulary, about a gigabyte a second."""
         for shard in self.shards:
             shard.verify()
+            if (highest := shard.tokens.max()) >= n_vocab:
+                raise ValueError(
+                    f"{shard.path} holds token {highest}, but its encoding {self.encoding!r} has "
+                    f"{n_vocab} tokens; run the dataset's prepare.py again."
+                )
 
     def read(self, start: int, n: int) -> np.ndarray:
         """A copy of the n tokens from number `start` on: int64, (n,)."""
@@ -253,3 +269,22 @@ class Windows:
             windows[row] = self.tokens.read(start, self.block_size + 1)
         windows = torch.from_numpy(windows)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def open_dataset(name: str) -> tuple[Tokens, Tokens]:
+    """The training and validation tokens; the embedded dataset is made here if it is missing."""
+    folder = ROOT / "data" / name
+    if name == "pystdlib" and not (folder / "meta.json").exists():
+        prepare = folder / "prepare.py"
+        if subprocess.run([sys.executable, prepare]).returncode:
+            raise ValueError(f"{prepare} failed, as told above; once that is mended, train again.")
+    if not (folder / "meta.json").exists():
+        at_hand = ", ".join(sorted(p.parent.name for p in ROOT.glob("data/*/prepare.py")))
+        raise ValueError(
+            f"dataset {name!r} is not prepared in {folder}; run its prepare.py (there are: {at_hand})."
+        )
+    splits = Tokens(folder, "train"), Tokens(folder, "val")
+    if sum(tokens.nbytes for tokens in splits) <= CHECKED_BYTES:
+        for tokens in splits:
+            tokens.verify(get_encoding(tokens.encoding).n_vocab)
+    return splits

@@ -9,6 +9,7 @@ import codecs
 import collections
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -27,12 +28,20 @@ from tokenizer import token_bytes
 def pick_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
+        raise ValueError(f"device={name} is not known; there are cpu, mps, cuda, cuda:1 and so on.")
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).split("\n")[0][:100]
         raise ValueError(f"device={name} cannot be used ({reason}); try --device=cpu.") from None
     return name
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that there is no memory; PyTorch has a type for it on GPUs alone."""
+    no_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return no_memory or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 
 class Step(NamedTuple):
@@ -116,7 +125,9 @@ def probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float) 
     best, order = p.sort(dim=1, descending=True, stable=True)
     best[:, top_k or best.shape[1] :] = 0
     above = F.pad(best.cumsum(1)[:, :-1], (1, 0))  # weight of all better tokens
-    best[above >= top_p * best.sum(1, keepdim=True)] = 0
+    beyond = above >= top_p * best.sum(1, keepdim=True)
+    beyond[:, 0] = False  # whatever top_p rounds to, the best token stays
+    best[beyond] = 0
     return torch.zeros_like(p).scatter(1, order, best)
 
 

@@ -135,7 +135,7 @@ def read_config(path: str) -> dict:
         ) from None
     except UNREADABLE as error:
         raise ValueError(
-            f"{path} is not a list of plain assignments: {error or 'nested too deep'}; "
+            f"{path} is not a list of plain assignments: {str(error) or 'nested too deep'}; "
             "write lines as `max_iters = 100`."
         ) from None
     given = {}

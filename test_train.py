@@ -15,7 +15,7 @@ import torch
 
 import checkpoint
 import train
-from dataset import write_dataset
+from dataset import Tokens, Windows, write_dataset
 from flops import paper_flops
 from settings import TrainConfig, build
 from tokenizer import get_encoding
@@ -122,6 +122,8 @@ def test_kills_at_random_moments_lose_nothing(kills, dataset, tmp_path):
         assert process.returncode == -signal.SIGKILL
         if path.exists():
             assert checkpoint.load(path)["step"] % 2 == 0
+        else:
+            metrics.unlink()  # a new run does not write over another's log
         assert {f.name for f in path.parent.glob("*.tmp")} <= {"checkpoint.pt.tmp", "metrics.jsonl.tmp"}
     assert train.main([*argv, "--resume"] if path.exists() else argv) == 0
     assert_same_run(tmp_path / "straight", tmp_path / "killed")
@@ -227,7 +229,7 @@ def test_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(dataset, tmp_pat
     argv = arguments(dataset, tmp_path / "new", learning_rate=1e30, warmup_iters=0)
     assert train.main(argv) == 2
     error = capsys.readouterr().err
-    assert "start anew" in error and "--resume" not in error and error.count("\n") == 1
+    assert "in a new --out_dir" in error and "--resume" not in error and error.count("\n") == 1
 
 
 def test_learning_rate_schedules():
@@ -264,7 +266,7 @@ def test_evaluation_is_the_mean_over_the_validation_windows(dataset, tmp_path):
     assert train.main(arguments(dataset, tmp_path, max_iters=3)) == 0
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["val"]
     model = checkpoint.load_model(checkpoint.load(tmp_path / "checkpoint.pt"))
-    x, y = train.Windows(train.Tokens(dataset, "val"), 32, 0).in_order(4)
+    x, y = Windows(Tokens(dataset, "val"), 32, 0).in_order(4)
     for rule in ("top-k", "causal"):
         with torch.no_grad():
             nats = [model(a[None], b[None], rule)[1]["lm_loss"].item() for a, b in zip(x, y)]
@@ -278,20 +280,19 @@ def test_evaluation_is_the_mean_over_the_validation_windows(dataset, tmp_path):
 
 
 REFUSED = {
-    "other_model": (["--resume", "--n_embd=32"], "n_embd=16"),
-    "other_seed": (["--resume", "--seed=5"], "seed=1337"),
-    "nothing_left": (["--resume"], "larger --max_iters"),
-    "no_resume": ([], "--resume"),
+    "other_model": ({"resume": True, "n_embd": 32}, "n_embd=16"),
+    "other_seed": ({"resume": True, "seed": 5}, "seed=1337"),
+    "nothing_left": ({"resume": True}, "larger --max_iters"),
+    "no_resume": ({}, "--resume"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_finished_run_is_not_overwritten(case, dataset, tmp_path, capsys):
-    argv = arguments(dataset, tmp_path, max_iters=2)
-    assert train.main(argv) == 0
+    assert train.main(arguments(dataset, tmp_path, max_iters=2)) == 0
     before = (tmp_path / "checkpoint.pt").read_bytes(), (tmp_path / "metrics.jsonl").read_bytes()
     more, culprit = REFUSED[case]
-    assert train.main([*argv, *more]) == 2
+    assert train.main(arguments(dataset, tmp_path, **{"max_iters": 2, **more})) == 2
     error = capsys.readouterr().err
     assert culprit in error and error.count("\n") == 1
     assert before == (
@@ -316,13 +317,13 @@ def test_bad_input_is_one_sentence(dataset, tmp_path, capsys):
 
 
 def test_damaged_checkpoints_are_refused(dataset, tmp_path, capsys):
-    argv = arguments(dataset, tmp_path, max_iters=2)
-    assert train.main(argv) == 0
+    assert train.main(arguments(dataset, tmp_path, max_iters=2)) == 0
+    argv = arguments(dataset, tmp_path, max_iters=4, resume=True)
     path = tmp_path / "checkpoint.pt"
     whole = path.read_bytes()
     for damaged in (whole[: len(whole) // 2], b"not a checkpoint", b""):
         path.write_bytes(damaged)
-        assert train.main([*argv, "--resume", "--max_iters=4"]) == 2
+        assert train.main(argv) == 2
         assert str(path) in capsys.readouterr().err
     path.write_bytes(whole)
     state = checkpoint.load(path)
@@ -335,7 +336,7 @@ def test_damaged_checkpoints_are_refused(dataset, tmp_path, capsys):
         ({**state, "optimizer": {}}, "does not fit this version"),
     ):
         torch.save(foreign, path)
-        assert train.main([*argv, "--resume", "--max_iters=4"]) == 2
+        assert train.main(argv) == 2
         error = capsys.readouterr().err
         assert says in error and error.count("\n") == 1
 
@@ -349,7 +350,7 @@ def test_a_context_shorter_than_the_closing_prompt_is_no_error(dataset, tmp_path
 def test_a_failing_preparation_is_one_sentence(tmp_path, monkeypatch, capsys):
     (tmp_path / "data" / "pystdlib").mkdir(parents=True)
     (tmp_path / "data" / "pystdlib" / "prepare.py").write_text("raise SystemExit(3)")
-    monkeypatch.setattr(train, "ROOT", tmp_path)
+    monkeypatch.setattr("dataset.ROOT", tmp_path)
     assert train.main([f"--out_dir={tmp_path / 'out'}"]) == 2
     error = capsys.readouterr().err
     assert "prepare.py failed" in error and error.count("\n") == 1

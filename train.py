@@ -6,13 +6,11 @@ is a function of its number alone, so a run that stops, or is killed, goes on wi
 nothing had happened.
 """
 
-import json
 import math
 import signal
-import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -23,21 +21,18 @@ from tqdm import tqdm
 
 import checkpoint
 import router as routing
-from dataset import Tokens, Windows, whole_file
-from engine import generate, pick_device, pieces, tokens_with_depths
+from dataset import Windows, open_dataset
+from engine import generate, out_of_memory, pick_device, pieces, tokens_with_depths
 from flops import run_steps, train_step_flops
 from model import MoR
 from modelconfig import ModelConfig
-from settings import TrainConfig, build, help_text, merge, parse
+from settings import TrainConfig, build, help_text, lasting_output, merge, parse
 from tokenizer import get_encoding, token_bytes
 
-ROOT = Path(__file__).parent
 # Dense bfloat16 FLOP/s as the makers state them; for MFU.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "RTX 4090": 165e12}
 # Settings that decide which tokens a step reads: a resumed run must have them as they were.
 FIXED = ("dataset", "seed", "batch_size", "gradient_accumulation_steps")
-# Datasets up to this size are read against their checksums at every start, which takes a second.
-CHECKED_BYTES = 2**30
 
 
 # ---- setting up --------------------------------------------------------------------------------------
@@ -54,6 +49,7 @@ class Run:
     encoding: Encoding
     rows: Windows
     val: Windows
+    data: dict  # the checksums of both
     model: MoR
     compiled: torch.nn.Module  # the same model, or compiled
     optimizer: torch.optim.AdamW
@@ -64,20 +60,23 @@ class Run:
         return Path(self.t.out_dir) / "checkpoint.pt"
 
 
-def read_settings(argv: list[str]) -> tuple[dict, dict | None]:
-    """The settings given, and the checkpoint to go on from, whose settings hold unless given anew."""
-    given = parse(argv)
-    path = Path(given.get("out_dir", TrainConfig.out_dir)) / "checkpoint.pt"
+def read_checkpoint(given: dict, folder: Path) -> tuple[dict, dict | None]:
+    """The settings, and the checkpoint to go on from, whose settings hold unless given anew."""
+    path, log = folder / "checkpoint.pt", folder / "metrics.jsonl"
     if not given.get("resume"):
         if path.exists():
             raise ValueError(
                 f"{path} exists already; add --resume to go on from it, or give another --out_dir."
             )
+        if log.exists() and log.stat().st_size:
+            raise ValueError(f"{log} exists already; move it away, or give another --out_dir.")
         return given, None
-    state = checkpoint.load(path, (*checkpoint.KEYS, "settings", "optimizer"))
+    state = checkpoint.load(path, tuple(checkpoint.TYPES))
+    if not given.get("batch_size"):  # 0 is "as the device likes", and that is settled
+        given = {k: v for k, v in given.items() if k != "batch_size"}
     with checkpoint.this_version():
         before = ModelConfig(**state["model_config"]), build(state["settings"])[1]
-        given = merge(state["settings"], given)
+        given = merge(state["settings"], given) | {"out_dir": str(folder)}
     for old, new, names in zip(before, build(given), ([f.name for f in fields(ModelConfig)], FIXED)):
         for name in names:
             if getattr(old, name) != getattr(new, name):
@@ -95,13 +94,20 @@ def set_up(given: dict, state: dict | None) -> Run:
     on_gpu = device.startswith("cuda")
     batch_size = t.batch_size or (64 if on_gpu else 8)
     t = replace(t, batch_size=batch_size, max_iters=run_steps(config, t, batch_size))
-    settings = {k: v for k, v in given.items() if k != "resume"} | {"batch_size": batch_size}
+    settings = {k: v for k, v in given.items() if k not in ("resume", "out_dir")}
+    settings["batch_size"] = batch_size
     start = state["step"] if state else 0
     if start >= t.max_iters:
         raise ValueError(
             f"{t.out_dir} is at step {start} of {t.max_iters}; go on with a larger --max_iters."
         )
     train_tokens, val_tokens = open_dataset(t.dataset)
+    data = {"train": train_tokens.checksums, "val": val_tokens.checksums}
+    if state and state["data"] != data:
+        raise ValueError(
+            f"dataset {t.dataset!r} is not the one that {t.out_dir} was trained on; "
+            "bring that back, or start anew in another --out_dir."
+        )
     encoding = get_encoding(train_tokens.encoding)
     if config.vocab_size < encoding.n_vocab:
         raise ValueError(
@@ -113,9 +119,8 @@ def set_up(given: dict, state: dict | None) -> Run:
     model = checkpoint.load_model(state, device).train() if state else MoR(config).to(device)
     optimizer = make_optimizer(model, t)
     if state:
-        with checkpoint.this_version():  # moments as they were, settings as they are now
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
+        checkpoint.load_moments(state, optimizer)
+    model.attention = t.attention
     bfloat16 = t.dtype == "bfloat16" or (t.dtype == "auto" and on_gpu)
     return Run(
         t=t,
@@ -125,30 +130,12 @@ def set_up(given: dict, state: dict | None) -> Run:
         encoding=encoding,
         rows=rows,
         val=val,
+        data=data,
         model=model,
         compiled=torch.compile(model) if compiles(config, t, on_gpu) else model,
         optimizer=optimizer,
         start=start,
     )
-
-
-def open_dataset(name: str) -> tuple[Tokens, Tokens]:
-    """The training and validation tokens; the embedded dataset is made here if it is missing."""
-    folder = ROOT / "data" / name
-    if name == "pystdlib" and not (folder / "meta.json").exists():
-        prepare = folder / "prepare.py"
-        if subprocess.run([sys.executable, prepare]).returncode:
-            raise ValueError(f"{prepare} failed, as told above; once that is mended, train again.")
-    if not (folder / "meta.json").exists():
-        at_hand = ", ".join(sorted(p.parent.name for p in ROOT.glob("data/*/prepare.py")))
-        raise ValueError(
-            f"dataset {name!r} is not prepared in {folder}; run its prepare.py (there are: {at_hand})."
-        )
-    splits = Tokens(folder, "train"), Tokens(folder, "val")
-    if sum(tokens.nbytes for tokens in splits) <= CHECKED_BYTES:
-        for tokens in splits:
-            tokens.verify()
-    return splits
 
 
 def make_optimizer(model: MoR, t: TrainConfig) -> torch.optim.AdamW:
@@ -175,20 +162,6 @@ def peak_flops(t: TrainConfig, device: str) -> float:
         return t.peak_flops
     name = torch.cuda.get_device_name(device)
     return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), 0.0)
-
-
-def keep_metrics_up_to(path: Path, step: int) -> None:
-    """Drops what a killed run logged after its last checkpoint; those steps are about to be redone."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    kept = []
-    for line in lines:
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except ValueError:  # a line cut short by the kill
-            continue
-    with whole_file(path) as file:
-        file.write("".join(kept).encode())
 
 
 # ---- steps -------------------------------------------------------------------------------------------
@@ -221,7 +194,9 @@ def update(run: Run, step: int) -> tuple[Tensor, list[dict]]:
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
     if not torch.stack([norm, *(p["total_loss"] for p in passes)]).isfinite().all():
         path = run.checkpoint
-        again = f"go on from {path} with --resume and" if path.exists() else "start anew with"
+        again = (
+            f"go on from {path} with --resume and" if path.exists() else "start in a new --out_dir with"
+        )
         raise ValueError(
             f"the loss or its gradient is not finite at step {step + 1}; "
             f"{again} a lower --learning_rate or --grad_clip."
@@ -293,20 +268,23 @@ def save(run: Run, step: int) -> None:
         encoding=run.encoding.name,
         step=step,
         settings=run.settings,
+        data=run.data,
     )
 
 
 @contextmanager
 def stop_on_signals():
-    """Collects Ctrl-C and SIGTERM, for the loop to finish its step and save; a second Ctrl-C breaks."""
-    received = []
+    """Collects what asks to stop, for the loop to finish its step and save; a second Ctrl-C breaks."""
+    received, asking = [], [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        asking.append(signal.SIGHUP)
 
     def note(number, frame):
-        if received:
+        if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in asking}
     try:
         yield received
     finally:
@@ -330,25 +308,18 @@ def train(run: Run) -> int:
         f"{config.n_layer}; {t.max_iters} steps of {tokens_per_step} tokens on {run.device}, "
         f"to {run.checkpoint}"
     )
-    run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    path = run.checkpoint.with_name("metrics.jsonl")
-    keep_metrics_up_to(path, run.start)
     step_flops, peak = train_step_flops(config, tokens_per_step), peak_flops(t, run.device)
+    log = checkpoint.Log(run.checkpoint.with_name("metrics.jsonl"), run.start)
+    clock = began = time.perf_counter()
+    clock_step, saved, evaluating = run.start, run.start, 0.0
     with (
         stop_on_signals() as signals,
-        open(path, "a") as metrics,
+        closing(log.file),
         tqdm(total=t.max_iters, initial=run.start, unit="step", disable=None) as bar,
     ):
-
-        def log(line: dict) -> None:
-            metrics.write(json.dumps(line) + "\n")
-            metrics.flush()
-
-        clock, clock_step = time.perf_counter(), run.start
         for step in range(run.start, t.max_iters):
             norm, passes = update(run, step)
-            bar.update()
-            done = step + 1
+            done, news = step + 1, []  # told once they are saved
             ends = done == t.max_iters or bool(signals)  # asked once: what ends, logs and saves first
             if done % t.log_interval == 0 or ends:
                 rate = (done - clock_step) / (time.perf_counter() - clock)  # steps per second
@@ -356,21 +327,38 @@ def train(run: Run) -> int:
                 line |= {"tokens_per_s": rate * tokens_per_step}
                 line |= {"mfu": rate * step_flops / peak} if peak else {}
                 line |= {"grad_norm": norm.item(), **mean_figures(passes)}
-                log(line)
+                log.add(line)
                 shown = {"loss": f"{line['loss']:.3f}", "lr": f"{line['lr']:.1e}"}
                 shown |= {"tok/s": f"{line['tokens_per_s']:.0f}"}
-                bar.set_postfix(shown | ({"mfu": f"{line['mfu']:.1%}"} if peak else {}))
+                bar.set_postfix(shown | ({"mfu": f"{line['mfu']:.1%}"} if peak else {}), refresh=False)
                 clock, clock_step = time.perf_counter(), done
             if done % t.eval_interval == 0 or done == t.max_iters:
-                began = time.perf_counter()
+                paused = time.perf_counter()
                 results = evaluate(run)
-                log({"step": done, "val": results})
-                bar.write(f"step {done}: validation " + describe(results))
-                clock += time.perf_counter() - began
+                log.add({"step": done, "val": results})
+                news.append(f"step {done}: validation " + describe(results))
+                paused = time.perf_counter() - paused
+                evaluating, clock = evaluating + paused, clock + paused
             if done % t.eval_interval == 0 or ends:
-                save(run, done)
+                try:
+                    log.flush()
+                    save(run, done)
+                    saved = done
+                except OSError as error:
+                    path = log.path if log.waiting else run.checkpoint
+                    then = f"--resume goes on from step {saved}" if saved else "nothing is saved yet"
+                    problem = f"{path} cannot be written: {error.strerror}; free space; {then}."
+                    if ends:
+                        raise ValueError(problem) from None
+                    news.append(f"warning: {problem}")
+            bar.update()
+            for line in news:
+                bar.write(line)
             if ends:
                 break
+    seconds = time.perf_counter() - began
+    rate = (done - run.start) * tokens_per_step / (seconds - evaluating)
+    print(f"{done - run.start} steps in {seconds:.0f} s, {rate:.0f} tokens/s between evaluations")
     return done
 
 
@@ -382,28 +370,48 @@ def sample_text(model: MoR, encoding: Encoding) -> str:
     return "".join(text for text, _ in pieces(tokens_with_depths(steps, 0), encoding))
 
 
+def run_in(folder: Path, given: dict) -> None:
+    """Trains in a folder and shows what came of it."""
+    settings, state = read_checkpoint(given, folder)
+    run = set_up(settings, state)
+    done = train(run)
+    if done < run.t.max_iters:
+        print(f"stopped and saved at step {done}; the same command with --resume goes on.")
+        return
+    print("\n" + sample_text(run.model, run.encoding))
+    print(f"\nNext: python sample.py --checkpoint={run.checkpoint} --prompt='def ' --show_depth")
+    if not given:
+        print(
+            "      python train.py config/demo_vanilla.py   (the demo's FLOPs without recursion)\n"
+            "      python train.py --routing=token --out_dir=out-token, and --help for every setting"
+        )
+
+
 def main(argv: list[str]) -> int:
-    if "--help" in argv or "-h" in argv:
-        print(help_text("train.py"))
-        return 0
-    try:
-        given, state = read_settings(argv)
-        run = set_up(given, state)
-        done = train(run)
-        if done < run.t.max_iters:
-            print(f"stopped and saved at step {done}; the same command with --resume goes on.")
+    """The exit status: 0, 2 where a sentence tells what is wrong, 130 after Ctrl-C outside the steps."""
+    with lasting_output():
+        try:
+            if "--help" in argv or "-h" in argv:
+                print(help_text("train.py"))
+                return 0
+            given = parse(argv)
+            folder = Path(given.get("out_dir", TrainConfig.out_dir))
+            with checkpoint.sole_writer(folder):
+                run_in(folder, given)
             return 0
-        print("\n" + sample_text(run.model, run.encoding))
-        print(f"\nNext: python sample.py --checkpoint={run.checkpoint} --prompt='def ' --show_depth")
-        if not given:
-            print(
-                "      python train.py config/demo_vanilla.py   (the demo's FLOPs without recursion)\n"
-                "      python train.py --routing=token --out_dir=out-token, and --help for every setting"
-            )
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        except ValueError as error:
+            problem = error
+        except OSError as error:
+            problem = f"{error.filename or 'a file'}: {error.strerror}; mend that or the folder given."
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            problem = "there is too little memory; give a smaller --batch_size, --block_size or model."
+        except KeyboardInterrupt:
+            print("interrupted; the last checkpoint, if there is one, stays.", file=sys.stderr)
+            return 130
+        print(f"error: {problem}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":
