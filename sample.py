@@ -20,8 +20,10 @@ import tiktoken
 
 import checkpoint
 from dataset import whole_file
-from engine import Step, generate, pick_device, pieces, room, tokens_with_depths
+from engine import Step, generate, out_of_memory, pick_device, pieces, room, tokens_with_depths
 from model import MoR
+from modelconfig import MOST
+from settings import open_streams, silence
 from tokenizer import get_encoding
 
 # ---- depths in the terminal and on a page --------------------------------------------------------
@@ -121,7 +123,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     a = parser.parse_args(argv)
     text = "".join([a.prompt or "", *a.stop])  # lone surrogates stand for bytes that are not UTF-8
     for fine, message in (
-        (a.num_samples >= 1, f"num_samples={a.num_samples} must be at least 1."),
+        (1 <= a.num_samples <= MOST, f"num_samples={a.num_samples} must lie from 1 to {MOST}."),
         (a.max_new_tokens >= 0, f"max_new_tokens={a.max_new_tokens} must not be negative."),
         (a.top_k >= 0, f"top_k={a.top_k} must be the number of tokens to draw from, or 0 for all."),
         (a.seed >= 0, f"seed={a.seed} must not be negative."),
@@ -150,10 +152,14 @@ def read_prompt(args: argparse.Namespace) -> str:
         raise ValueError(f"the prompt in {source} cannot be read: {error.strerror}.") from None
 
 
-def require_writable(path: Path) -> None:
+def require_writable(path: Path, inputs: list[Path]) -> None:
     """Refuses a path that cannot become a file, before minutes of work go into what it is to hold."""
-    problem = "there is something else of that name" if path.exists() and not path.is_file() else ""
+    problem = ""
     try:
+        if path.exists() and not path.is_file():
+            problem = "there is something else of that name"
+        if path.exists() and any(other.exists() and path.samefile(other) for other in inputs):
+            problem = "it is the checkpoint or the prompt's file"
         tempfile.TemporaryFile(dir=path.resolve().parent).close()
     except OSError as error:
         problem = error.strerror
@@ -164,7 +170,8 @@ def require_writable(path: Path) -> None:
 def prepare(args: argparse.Namespace) -> tuple[MoR, tiktoken.Encoding, list[int]]:
     """Model, encoding and prompt tokens."""
     if args.html:
-        require_writable(args.html)
+        inputs = [args.checkpoint, Path(args.prompt_file or args.checkpoint)]
+        require_writable(args.html, inputs)
     device, state = pick_device(args.device), checkpoint.load(args.checkpoint)
     model, encoding = checkpoint.load_model(state, device), get_encoding(state["encoding"])
     path, n_vocab, known = args.checkpoint, encoding.n_vocab, model.config.vocab_size
@@ -238,19 +245,25 @@ def summary(history: list[Step], limited: bool, seconds: float) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The exit status: 0, 2 for bad input, 130 after Ctrl-C, 141 where nobody reads the output."""
+    open_streams()
     try:
         args = read_arguments(argv)
         model, encoding, prompt = prepare(args)
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters that a model writes
         return print_samples(args, model, encoding, prompt)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print("interrupted.", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at exit
+        silence(sys.stdout)  # or Python complains at exit
         return 141
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        print("error: there is too little memory; give a smaller --num_samples.", file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"error: the output cannot be written: {error.strerror}.", file=sys.stderr)
         return 1
