@@ -4,6 +4,9 @@ import json
 import math
 import os
 import random
+import resource
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -327,6 +330,12 @@ def test_damaged_checkpoints_are_refused(dataset, tmp_path, capsys):
         assert str(path) in capsys.readouterr().err
     path.write_bytes(whole)
     state = checkpoint.load(path)
+    for w in state["model"].values():
+        at = whole.index(w.numpy().tobytes())
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match="is damaged .*checksum|is damaged .*CRC"):
+            checkpoint.load(path)
+    moments = state["optimizer"]["state"][0]
     for foreign, says in (
         ({"model": {}}, "not a checkpoint"),
         ({k: v for k, v in state.items() if k != "settings"}, "lacks settings"),
@@ -334,7 +343,19 @@ def test_damaged_checkpoints_are_refused(dataset, tmp_path, capsys):
         ({**state, "model_config": state["model_config"] | {"n_expert": 4}}, "n_expert"),
         ({**state, "settings": state["settings"] | {"n_expert": 4}}, "n_expert"),
         ({**state, "optimizer": {}}, "does not fit this version"),
-    ):
+        ({**state, "optimizer": {"state": {0: moments | {"exp_avg": torch.zeros(1)}}}}, "another shape"),
+        ({**state, "optimizer": {"state": {999: moments}}}, "does not fit this version"),
+        ({**state, "model": dict.fromkeys(state["model"], 5)}, "does not fit this version"),
+        ({**state, "model": {}}, "does not fit this version"),
+        ({**state, "model_config": state["model_config"] | {"n_layer": [5]}}, "n_layer takes one int"),
+        ({**state, "settings": state["settings"] | {"seed": None}}, "seed takes one int"),
+        ({**state, "settings": {5: 5}}, "no setting 5"),
+        *(({**state, k: v}, f"lacks {k}") for k, v in (
+            ("step", 2.5), ("step", True), ("encoding", 5), ("settings", []), ("model_config", None),
+            ("model", torch.zeros(1)), ("optimizer", "x"), ("data", 5))),
+        ({**state, "step": -1}, "lacks a step"),
+        ([state], "lacks model"),
+    ):  # fmt: skip
         torch.save(foreign, path)
         assert train.main(argv) == 2
         error = capsys.readouterr().err
@@ -354,3 +375,148 @@ def test_a_failing_preparation_is_one_sentence(tmp_path, monkeypatch, capsys):
     assert train.main([f"--out_dir={tmp_path / 'out'}"]) == 2
     error = capsys.readouterr().err
     assert "prepare.py failed" in error and error.count("\n") == 1
+
+
+# ---- what the world does to a run --------------------------------------------------------------------
+
+
+def one_sentence(capsys) -> str:
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    return error
+
+
+@pytest.mark.parametrize("kind", ["recursive", "expert"])
+def test_kernels_and_plain_attention_train_alike(kind, dataset, tmp_path):
+    more = dict(max_iters=3, n_embd=32, n_layer=4, n_recursion=2, eval_iters=1)  # heads as kernels take
+    more |= {"routing": "none"} if kind == "recursive" else {}
+    runs = {}
+    for attention in ("plain", "triton"):
+        out_dir = tmp_path / attention
+        assert train.main(arguments(dataset, out_dir, attention=attention, **more)) == 0
+        runs[attention] = [line["loss"] for line in losses(out_dir).values()]
+    assert runs["triton"] == pytest.approx(runs["plain"], rel=1e-5)
+
+
+def test_a_copied_folder_goes_on_by_itself(dataset, tmp_path):
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    assert train.main(arguments(dataset, first, max_iters=4)) == 0
+    shutil.copytree(first, copy)
+    before = (first / "checkpoint.pt").read_bytes()
+    assert train.main([f"--out_dir={copy}", "--resume", "--max_iters=6", "--batch_size=0"]) == 0
+    assert (first / "checkpoint.pt").read_bytes() == before and max(losses(copy)) == 6
+
+
+@pytest.mark.parametrize("streams", [">/dev/full", "2>&1 | head -1", "<&- >&- 2>&-", ">/dev/full 2>&1"])
+def test_broken_streams_stop_no_run(streams, dataset, tmp_path):
+    words = [sys.executable, str(ROOT / "train.py"), *arguments(dataset, tmp_path / "out", max_iters=4)]
+    command = f"set -o pipefail; {shlex.join(words)} {streams}"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert checkpoint.load(tmp_path / "out" / "checkpoint.pt")["step"] == 4
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_stops_and_saves_except_under_nohup(ignored, dataset, tmp_path, monkeypatch):
+    real = train.update
+
+    def hang_up(run, step):
+        os.kill(os.getpid(), signal.SIGHUP)
+        return real(run, step)
+
+    monkeypatch.setattr(train, "update", hang_up)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        assert train.main(arguments(dataset, tmp_path, max_iters=3)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert checkpoint.load(tmp_path / "checkpoint.pt")["step"] == (3 if ignored else 1)
+
+
+def test_ctrl_c_before_the_steps_is_one_line(dataset, tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "set_up", interrupt)
+    assert train.main(arguments(dataset, tmp_path / "out")) == 130
+    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_waited_for_until_the_end(dataset, tmp_path, monkeypatch, capsys):
+    limit, real = resource.getrlimit(resource.RLIMIT_FSIZE), train.update
+    full = range(5, 9)  # steps
+
+    def fill_up(run, step):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300 if step in full else limit[0], limit[1]))
+        return real(run, step)
+
+    monkeypatch.setattr(train, "update", fill_up)
+    try:
+        assert train.main(arguments(dataset, tmp_path / "waits", max_iters=10, eval_interval=3)) == 0
+        out = capsys.readouterr().out
+        assert out.count("warning: ") == 2 and "free space; --resume goes on from step 3." in out
+        assert train.main(arguments(dataset, tmp_path / "ends", max_iters=8, eval_interval=3)) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert "cannot be written: File too large; free space; --resume" in one_sentence(capsys)
+    assert max(losses(tmp_path / "waits")) == 10
+    assert checkpoint.load(tmp_path / "ends" / "checkpoint.pt")["step"] == 3
+    monkeypatch.undo()
+    assert train.main([f"--out_dir={tmp_path / 'ends'}", "--resume", "--max_iters=10"]) == 0
+    assert max(losses(tmp_path / "ends")) == 10
+
+
+def test_a_folder_is_of_one_run_and_its_log_is_kept(dataset, tmp_path, capsys):
+    argv = arguments(dataset, tmp_path, max_iters=2)
+    with checkpoint.sole_writer(tmp_path):
+        assert train.main(argv) == 2
+    assert "another run is writing" in one_sentence(capsys) and not list(tmp_path.iterdir())
+    (tmp_path / "metrics.jsonl").write_text("mine\n")
+    assert train.main(argv) == 2
+    assert "metrics.jsonl exists already" in one_sentence(capsys)
+    assert (tmp_path / "metrics.jsonl").read_text() == "mine\n"
+
+
+def test_a_link_to_a_checkpoint_stays_one(dataset, tmp_path):
+    assert train.main(arguments(dataset, tmp_path, max_iters=2)) == 0
+    target = (tmp_path / "checkpoint.pt").rename(tmp_path / "elsewhere.pt")
+    (tmp_path / "checkpoint.pt").symlink_to(target.name)
+    assert train.main([f"--out_dir={tmp_path}", "--resume", "--max_iters=3"]) == 0
+    assert (tmp_path / "checkpoint.pt").is_symlink() and checkpoint.load(target)["step"] == 3
+
+
+def test_a_damaged_log_goes_on(dataset, tmp_path):
+    assert train.main(arguments(dataset, tmp_path, max_iters=2)) == 0
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'5\n{"x": 1}\n\xff\n{"step": "2"}\n{"step": 1')
+    assert train.main([f"--out_dir={tmp_path}", "--resume", "--max_iters=3"]) == 0
+    assert max(losses(tmp_path)) == 3
+
+
+def test_another_dataset_is_noticed(tmp_path, capsys):
+    data, out_dir = tmp_path / "data", tmp_path / "out"
+    for text, status in (("abc " * 300, 0), ("abd " * 300, 2)):
+        write_dataset(data, get_encoding("bytes"), {"train": [text], "val": [text]})
+        assert (
+            train.main(arguments(str(data), out_dir, max_iters=2 + status, resume=bool(status)))
+            == status
+        )
+    assert "is not the one" in one_sentence(capsys)
+
+
+def test_folders_that_cannot_be_used_are_one_sentence(dataset, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "busy" / "metrics.jsonl").mkdir(parents=True)
+    for out_dir in ("/proc/x", tmp_path / "file", tmp_path / "file" / "g", "x" * 300, tmp_path / "busy"):
+        assert train.main(arguments(dataset, out_dir)) == 2
+        assert str(out_dir) in one_sentence(capsys)
+
+
+def test_absurd_sizes_and_devices_are_one_sentence(dataset, tmp_path, capsys):
+    for more, culprit in (
+        ({"device": "meta"}, "device=meta"), ({"n_embd": 2**24, "vocab_size": 2**24}, "memory"),
+        ({"batch_size": 10**12}, "batch_size"), ({"gradient_accumulation_steps": 10**18}, "gradient"),
+    ):  # fmt: skip
+        assert train.main(arguments(dataset, tmp_path / "out", **more)) == 2
+        assert culprit in one_sentence(capsys) and not (tmp_path / "out").exists()
