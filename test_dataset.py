@@ -219,6 +219,14 @@ def test_read_outside_is_refused(tmp_path):
             tokens.read(start, n)
 
 
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
+    tokens = numbered(tmp_path, 258, 100)  # token number i is i
+    tokens.verify(258)
+    with pytest.raises(ValueError, match="train_0002.bin holds token 257") as refused:
+        tokens.verify(257)
+    one_sentence(refused)
+
+
 def test_unfinished_folder_or_split_is_refused(tmp_path):
     def refuse(folder, split):
         with pytest.raises(ValueError, match="run the dataset's prepare.py") as refused:
@@ -231,7 +239,8 @@ def test_unfinished_folder_or_split_is_refused(tmp_path):
     (tmp_path / "train_0001.bin").unlink()
     refuse(tmp_path, "train")
     numbered(tmp_path, 500, 100)
-    for damaged in ("", "{", "[]", '{"encoding": "bytes"}', '{"encoding": "b", "splits": []}'):
+    for damaged in ("", "{", "[]", '{"encoding": "bytes"}', '{"encoding": "b", "splits": []}',
+                    '{"encoding": "b", "splits": {"train": {"shards": {}}}}'):  # fmt: skip
         (tmp_path / "meta.json").write_text(damaged)
         refuse(tmp_path, "train")
     (tmp_path / "meta.json").unlink()

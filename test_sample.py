@@ -223,6 +223,12 @@ def test_top_p_keeps_no_token_beyond_an_exact_sum():
     assert [(probabilities(tied, 1.0, 0, p) > 0).sum() for p in (0.25, 0.5, 0.51)] == [1, 2, 3]
 
 
+def test_the_best_token_stays_under_any_top_p():
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    for top_k in (0, 2):
+        assert (probabilities(logits, 100.0, top_k, 5e-324) > 0).tolist() == [[False, True, False]]
+
+
 def test_noise_just_below_one_draws_the_last_token(monkeypatch):
     model = random_model("vanilla")
     with torch.no_grad():
@@ -517,6 +523,8 @@ def test_goes_to_the_end_of_the_context_and_says_so(capsys, saved):
         ("--max_depth=-1", "max_depth=-1"),
         ("--max_new_tokens=-1", "max_new_tokens=-1"),
         ("--num_samples=0", "num_samples=0"),
+        ("--num_samples=1000000000", "num_samples=1000000000"),
+        ("--device=meta", "device=meta"),
         ("--stop=", "stop"),
         ("--device=toaster", "device=toaster"),
         ("--html=nowhere/page.html", "nowhere/page.html"),
@@ -540,6 +548,24 @@ def test_bad_input_is_refused_in_a_sentence(capsys, monkeypatch, tmp_path, saved
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and says in err
     assert err.endswith(".\n") and err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_a_page_replaces_neither_checkpoint_nor_prompt(capsys, tmp_path, saved):
+    prompt, link = tmp_path / "prompt.txt", tmp_path / "link"
+    prompt.write_text("x")
+    link.symlink_to(saved)
+    before = saved.read_bytes()
+    for target in (saved, link, prompt):
+        assert main([f"--checkpoint={saved}", f"--prompt_file={prompt}", f"--html={target}"]) == 2
+        assert "it is the checkpoint or the prompt's file" in capsys.readouterr().err
+    assert saved.read_bytes() == before and prompt.read_text() == "x"
+
+
+def test_closed_streams_are_no_error(tmp_path, saved):
+    command = f"{sys.executable} sample.py --checkpoint={saved} --html={tmp_path}/x.html"
+    command += " --max_new_tokens=3 --device=cpu <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT).returncode == 0
+    assert (tmp_path / "x.html").exists()
 
 
 @pytest.mark.parametrize("content, says", [(b"ok \xff", "byte 3"), (None, "No such file")])

@@ -136,7 +136,7 @@ def test_a_misspelt_key_is_told_a_known_one(key, at, letter):
 @pytest.mark.parametrize("typo, near", [
     ("max_iter", "max_iters"), ("learningrate", "learning_rate"), ("nlayer", "n_layer"),
     ("kvmode", "kv_mode"), ("n_recursions", "n_recursion"),
-    ("capacities", "capacity"), ("batchsize", "batch_size"),
+    ("capacities", "capacity"), ("batchsize", "batch_size"), ("lr", "learning_rate"),
 ])  # fmt: skip
 def test_the_nearest_key_is_named(tmp_path, typo, near):
     for message in (
@@ -165,6 +165,20 @@ def test_the_command_line_converts_to_the_type_of_the_setting(key, text, value):
     assert parse([f"--{key.replace('_', '-')}={text}"]) == {key: value}
 
 
+def test_an_option_given_twice_is_refused():
+    for argv in (["--seed=1", "--seed=1"], ["--batch_size=1", "--batch-size=2"]):
+        assert "is given twice" in refusal(parse, argv)
+
+
+def test_a_byte_order_mark_is_no_setting(tmp_path):
+    assert read_config(write(tmp_path, "\ufeffseed = 5")) == {"seed": 5}
+
+
+def test_nesting_too_deep_is_refused(tmp_path):
+    for n in (3000, 60000):
+        assert "max_iters = 100" in refusal(read_config, write(tmp_path, f"seed = {'-' * n}1"))
+
+
 def test_a_flag_alone_is_true():
     assert parse(["--resume", "--seed=4"]) == {"resume": True, "seed": 4}
     for key in ("out_dir", "seed", "capacity"):
@@ -178,13 +192,15 @@ def test_a_flag_alone_is_true():
     ("learning_rate", "1j"), ("resume", "1"), ("resume", "yes"), ("resume", "None"), ("capacity", "a,b"),
     ("capacity", "1,'x'"), ("capacity", "{1: 2}"), ("capacity", ""), ("capacity", "[[1]]"),
     ("capacity", "1,True,True"), ("max_iters", "1e999"), ("learning_rate", "9" * 400),
+    ("max_tokens", "1" + "0" * 400), ("capacity", "1" + "0" * 400), ("seed", "9" * 5000),
+    ("max_iters", str(2**63)), ("learning_rate", "-" * 60000 + "1"), ("learning_rate", "-" * 3000 + "1"),
 ])  # fmt: skip
 def test_wrong_types_are_refused(tmp_path, key, text):
     message = refusal(parse, [f"--{key}={text}"])
     assert message.startswith("command line:") and key in message
     try:
         ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         text = repr(text)
     path = write(tmp_path, f"{key} = {text}")
     message = refusal(read_config, path)
@@ -253,7 +269,8 @@ def test_a_second_config_file_is_refused(tmp_path, first):
 
 @pytest.mark.parametrize("key, bad, good", [
     ("schedule", "cos", "cosine"), ("schedule", "trapeze", "trapezoid"),
-    ("dtype", "float16", "bfloat16"), ("dtype", "bf16", "bfloat16"), ("compile", "y", "yes"),
+    ("attention", "tritn", "triton"), ("dtype", "float16", "bfloat16"), ("dtype", "bf16", "bfloat16"),
+    ("compile", "y", "yes"),
     ("compile", "n", "no"),
 ])  # fmt: skip
 def test_unknown_choices_of_training_name_the_nearest(key, bad, good):
@@ -270,11 +287,16 @@ def test_unknown_choices_of_training_name_the_nearest(key, bad, good):
     *((k, INFINITY, 1) for k in ("max_flops", "weight_decay", "grad_clip", "peak_flops")),
     ("seed", -1, 0), ("seed", 2**32, 2**32 - 1), ("learning_rate", INFINITY, 1),
     ("learning_rate", 0, 1e-9), ("learning_rate", -1e-3, 1e-3), ("learning_rate", float("nan"), 1e-3),
+    *((k, 2**16 + 1, 2**16) for k in ("batch_size", "gradient_accumulation_steps")),
     ("beta1", 1, 0.99), ("beta2", -0.1, 0), ("cooldown", 1, 0.99), ("cooldown", -0.1, 0),
 ])  # fmt: skip
 def test_absurd_training_settings_are_refused(key, bad, good):
     assert f"{key}={bad}" in refusal(TrainConfig, **{key: bad})
     TrainConfig(**{key: good})
+
+
+def test_no_steps_at_all_are_refused():
+    assert "max_iters=0" in refusal(build, {"max_iters": 0})
 
 
 def test_help_names_every_setting():
@@ -390,6 +412,8 @@ REFUSED = [
         "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_ffn", "n_recursion")),
     *((dict([(k, -1)]), f"{k}=-1 must be above 0", None) for k in (
         "rope_theta", "norm_eps", "init_std", "alpha", "router_temperature")),
+    *((dict([(k, 10**9)]), f"{k}=1000000000 must be at least 1 and at most", None) for k in (
+        "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_ffn", "n_recursion")),
     (dict(n_embd=190), "nearest width is 192", dict(n_embd=192)),
     (dict(n_embd=18), "nearest width is 24", dict(n_embd=24)),
     (dict(n_embd=1), "nearest width is 12", dict(n_embd=12)),
