@@ -30,10 +30,11 @@ from tqdm import tqdm
 import kernels
 from dataset import whole_file
 from flops import exact_flops, train_step_flops
-from kernels import Ragged, depth_attention, depth_mask, plain_attention, ragged_batch
+from kernels import depth_attention, depth_mask, plain_attention
 from measure import Machine, print_table
 from model import MoR
 from modelconfig import ModelConfig, preset
+from ragged import Ragged, ragged_batch
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # dense bfloat16
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}

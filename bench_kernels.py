@@ -16,18 +16,28 @@ import torch
 from tqdm import tqdm
 
 import kernels
-from kernels import Tiles, make_tiles, ragged_batch
+from kernels import Tiles, make_tiles
 from measure import print_table
+from ragged import ragged_batch
 
 CAPACITIES = {"1": 1.0, "2/3": 2 / 3, "1/3": 1 / 3}
 ARCHITECTURES = {80: "A100", 90: "H100, H200", 100: "B200"}
 TENSOR_CORES = ("tcgen05.mma", "wgmma.mma_async", "mma.sync")
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+ARGUMENTS = {
+    **dict.fromkeys(("log2_scale", "scale"), "fp32"),
+    **dict.fromkeys(("n_row", "table_width"), "i32"),
+    **dict.fromkeys(("LSE", "DELTA", "PART"), "*fp32"),
+    **dict.fromkeys(("N_KEY", "FIRST_QUERY", "CU_Q", "CU_K", "TILES", "PAGES"), "*i32"),
+    "PLACE": "*i64",
+    **dict.fromkeys(("Q", "K", "V", "OUT", "DY", "DQ", "DK", "DV", "K_PAGES", "V_PAGES"), None),  # as q
+}
 COMPILED = {  # kernel -> the sizes that it is compiled with, beside the tuned ones
     "forward": (kernels.forward_kernel, {}),
     "dq": (kernels.dq_kernel, {}),
     "dkv": (kernels.dkv_kernel, {}),
     "paged": (kernels.paged_kernel, {"ROWS": kernels.DECODE_ROWS, "PAGE": 16, "SPLIT": kernels.SPLIT}),
+    "prefill": (kernels.paged_kernel, {"PAGE": 16, "SPLIT": 2048}),
     "combine": (kernels.combine_kernel, {"SPLIT": kernels.SPLIT}),
     "store": (kernels.store_kernel, {}),
 }
@@ -43,6 +53,8 @@ def visited_blocks(tiles: Tiles, group: int, n_keys: int) -> int:
 
 def count_blocks(args: argparse.Namespace) -> None:
     """Counts the key blocks that tiles visit, for steps that hold 1, 2/3 and 1/3 of the tokens."""
+    if args.group > kernels.MAX_GROUP:
+        raise ValueError(f"--group={args.group} is more than the {kernels.MAX_GROUP} that kernels take.")
     size = kernels.tile_rows(torch.bfloat16)
     n_keys = kernels.tuned("forward", 64, torch.bfloat16)["KEYS"]
     per_block = size // args.group * n_keys  # pairs of query and key in one block
@@ -80,25 +92,11 @@ def source(name: str, head_dim: int, dtype: torch.dtype):
     options = {key: tuned.pop(key) for key in ("num_warps", "num_stages")}
     constants = {"HEADS": 9, "GROUP": 3, "D": head_dim, "WIDTH": 3 * head_dim, "BLOCK": 4 * head_dim}
     constants |= dict.fromkeys(("ROWS", "KEYS"), kernels.tile_rows(dtype)) | tuned | sizes
-    signature, alignment = {}, {}
-    for i, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            kind = "constexpr"
-        elif argument == "scale":
-            kind = "fp32"
-        elif argument.islower():  # n_row, table_width
-            kind = "i32"
-        elif argument in ("LSE", "DELTA", "PART"):
-            kind = "*fp32"
-        elif argument == "PLACE":
-            kind = "*i64"
-        elif argument in ("N_KEY", "FIRST_QUERY", "CU_Q", "CU_K", "TILES", "PAGES"):
-            kind = "*i32"
-        else:
-            kind = TYPES[dtype]
-        signature[argument] = kind
-        if kind.startswith("*"):  # what torch allocates is aligned
-            alignment[(i,)] = [["tt.divisibility", 16]]
+    signature = {
+        n: "constexpr" if n in constants else ARGUMENTS[n] or TYPES[dtype] for n in kernel.arg_names
+    }
+    pointers = [i for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*")]
+    alignment = {(i,): [["tt.divisibility", 16]] for i in pointers}  # what torch allocates is aligned
     values = {(kernel.arg_names.index(n),): x for n, x in constants.items() if n in signature}
     return ASTSource(kernel, signature, values, alignment), options
 

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import ragged_batch
 from kvcache import KVCache
 from model import MoR
+from ragged import ragged_batch
 from tokenizer import token_bytes
 
 

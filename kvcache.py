@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import Ragged, depth_attention, depth_mask
+from kernels import depth_attention, depth_mask
 from modelconfig import ModelConfig
+from ragged import Ragged
 
 
 class PassKV:

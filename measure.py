@@ -14,7 +14,7 @@ class Machine:
     def __init__(self, device: str):
         gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         here = ["cpu", *(["cuda"] if gpus else []), *gpus]
-        self.device = here[min(1, len(here) - 1)] if device == "auto" else device
+        self.device = ("cuda" if gpus else "cpu") if device == "auto" else device
         if self.device not in here:
             raise ValueError(f"--device={device} is not on this machine; there is {', '.join(here)}.")
         self.on_gpu = self.device != "cpu"

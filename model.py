@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import router as routing
-from kernels import Ragged, ragged_batch
 from kvcache import KVCache, PassKV
 from modelconfig import ModelConfig
+from ragged import Ragged, ragged_batch
 
 CHUNK_LOGITS = 2**25  # logits that the loss holds at a time: 128 MiB in float32
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import Ragged
 from modelconfig import ModelConfig
+from ragged import Ragged
 
 
 def make_router(config: ModelConfig, n_out: int) -> nn.Module:

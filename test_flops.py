@@ -14,10 +14,10 @@ import torch
 import flops
 import published
 from flops import budget_steps, cache_bytes, exact_flops, paper_flops, parameters, run_steps
-from kernels import ragged_batch
 from kvcache import KVCache
 from model import MoR
 from modelconfig import CHOICES, ModelConfig, preset
+from ragged import ragged_batch
 from settings import TrainConfig
 
 FLOPS = Path(__file__).parent / "flops.py"

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from kernels import ragged_batch
 from kvcache import KVCache
 from model import MoR
 from modelconfig import ModelConfig
+from ragged import ragged_batch
 
 SMALL = dict(
     vocab_size=61, block_size=64, n_layer=8, n_head=4, n_kv_head=2, n_embd=32, n_ffn=48, init_std=0.2

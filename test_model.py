@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_file
-import router as routing
 from model import MoR, lm_loss
 from modelconfig import ModelConfig, preset
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import ragged_batch
 from model import MoR
 from modelconfig import ModelConfig
+from ragged import ragged_batch
 
 FOLDER = Path(os.environ.get("PARITY_DIR", Path(__file__).parent / "reference" / "golden"))
 FILES = sorted(FOLDER.glob("*.npz"))

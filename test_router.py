@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import router as routing
-from kernels import ragged_batch
 from modelconfig import ModelConfig
+from ragged import ragged_batch
 from router import causal_choice, gate, random_scores, top_k, update_balance_bias
 
 SMALL = dict(vocab_size=20, n_embd=12, n_head=2, n_ffn=8)

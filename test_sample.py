@@ -26,9 +26,9 @@ import checkpoint
 import engine
 import sample
 from engine import generate, noise, pieces, probabilities, tokens_with_depths
-from kernels import ragged_batch
 from model import MoR
 from modelconfig import ModelConfig
+from ragged import ragged_batch
 from sample import main, page, paint
 from tokenizer import get_encoding
 
