@@ -222,8 +222,8 @@ def tuned(kernel: str, head_dim: int, dtype: torch.dtype) -> dict:
     """How many keys (or, in dkv_kernel, rows) a kernel takes at a time, and its warps and stages."""
     n = tile_rows(dtype)
     if kernel == "paged":  # Triton spends stages on the page numbers; with 5 the keys are prefetched too
-        return {"KEYS": n, "num_warps": 4, "num_stages": 5}
-    wide = head_dim == 128 or (head_dim == 64 and dtype == torch.float32)
+        return {"KEYS": n // 2, "num_warps": 4, "num_stages": 5}
+    wide = kernel == "prefill" or head_dim == 128 or (head_dim == 64 and dtype == torch.float32)
     options = {"num_warps": 8 if wide else 4, "num_stages": 2}
     if kernel == "dkv":
         return {"ROWS": 32 if head_dim >= 64 else n, **options}
