@@ -3,7 +3,7 @@
 The paper's count makes runs of equal cost comparable: forward pass, weights of the layers and causal
 attention, in shares c_r of the tokens. The exact count (true key and value heads, output head,
 routers, whole tokens) is for model FLOPs utilisation. `python flops.py` recomputes the published
-figures; with a config file or settings, as `python flops.py --max_iters=800`, it tells what one run
+figures; with a config file or settings, as `python flops.py --max_iters=700`, it tells what one run
 costs.
 """
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import torch
 
+# Dense bfloat16 FLOP/s as the makers state them; for MFU.
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "RTX 4090": 165e12}
+
 
 class Machine:
     """The device that is measured, and how to compute, wait and weigh there."""

@@ -26,7 +26,7 @@ class TrainConfig:
     seed: int = setting(1337, "seed of weights, batches and random routing")
     batch_size: int = setting(0, "sequences per process and pass; 0: 8 on a CPU, 64 on a GPU")
     gradient_accumulation_steps: int = setting(1, "forward and backward passes per optimizer step")
-    max_iters: int = setting(800, "budget in optimizer steps")
+    max_iters: int = setting(700, "budget in optimizer steps")
     max_tokens: int = setting(0, "budget in tokens, instead of max_iters")
     max_flops: float = setting(0.0, "budget in FLOPs as the paper counts, instead of max_iters")
     learning_rate: float = setting(3e-3, "peak learning rate")

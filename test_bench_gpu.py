@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import bench
-import bench_gpu
 import kernels
-from bench_gpu import SECTIONS, SHAPES, Run, goals, make_case
+from bench_gpu import SECTIONS, goals
+from gpu_cases import PASSES, SHAPES, Run, make_case
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_pairs_and_flops(mode, share):
 
 
 def test_goals():
-    row = {what: {"ratio": {"flex": 1.5, "varlen": 0.8}} for what in bench_gpu.PASSES}
+    row = {what: {"ratio": {"flex": 1.5, "varlen": 0.8}} for what in PASSES}
     trained = [{"case": "vanilla", "ratio": 1.0}, {"case": "MoR", "ratio": 0.95}]
     figures = {
         "correctness": [{"met": True}, {"met": False}],

@@ -258,7 +258,7 @@ def test_two_budgets_at_once_are_refused(tmp_path):
 
 def test_without_a_budget_there_is_the_default():
     _, train = build({})
-    assert (train.max_iters, train.max_tokens, train.max_flops) == (800, 0, 0)
+    assert (train.max_iters, train.max_tokens, train.max_flops) == (700, 0, 0)
 
 
 @pytest.mark.parametrize("first", ["seed = 1", ""])

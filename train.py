@@ -24,13 +24,12 @@ import router as routing
 from dataset import Windows, open_dataset
 from engine import generate, out_of_memory, pick_device, pieces, tokens_with_depths
 from flops import run_steps, train_step_flops
+from measure import PEAK_FLOPS
 from model import MoR
 from modelconfig import ModelConfig
 from settings import TrainConfig, build, help_text, lasting_output, merge, parse
 from tokenizer import get_encoding, token_bytes
 
-# Dense bfloat16 FLOP/s as the makers state them; for MFU.
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "RTX 4090": 165e12}
 # Settings that decide which tokens a step reads: a resumed run must have them as they were.
 FIXED = ("dataset", "seed", "batch_size", "gradient_accumulation_steps")
 

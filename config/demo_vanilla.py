@@ -4,4 +4,4 @@ sharing = "none"
 n_recursion = 1
 routing = "none"
 out_dir = "out-vanilla"
-max_flops = 9.52e12  # as `python flops.py --max_iters=800` counts for the 800 steps of the demo
+max_flops = 8.33e12  # as `python flops.py --max_iters=700` counts for the 700 steps of the demo
