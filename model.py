@@ -126,18 +126,20 @@ class MoR(nn.Module):
     # ---- the recursion loop ----
 
     def hidden(
-        self, ids: Tensor, rows: Ragged, cache: KVCache | None = None, rule="causal", max_depth=None
-    ) -> tuple[Tensor, Routing]:
+        self, ids: Tensor, rows: Ragged, cache: KVCache | None = None, rule="causal",
+        max_depth: int | None = None, window: int | None = None,
+    ) -> tuple[Tensor, Routing]:  # fmt: skip
         """Token ids (N,) of a ragged batch to normed final states (N, d).
 
-        rule: how expert-choice picks tokens: "top-k" as trained (sequences of equal length), "causal" as
-        generated. max_depth caps the recursion steps. Given a cache, the rows continue the sequences
-        that it holds, and join it.
+        rule: how expert-choice picks tokens: "top-k" as trained, among the `window` tokens of each
+        training sequence (default: the rows' own length), "causal" as generated. max_depth caps the
+        recursion steps. Given a cache, the rows continue the sequences that it holds, and join it.
         """
         c = self.config
         if rule not in ("top-k", "causal"):
             raise ValueError(f"rule={rule!r} is not known; there are 'top-k' and 'causal'.")
-        if rule == "top-k" and rows.length is None and c.routing == "expert":
+        window = window or rows.length
+        if rule == "top-k" and window is None and c.routing == "expert":
             raise ValueError("rule='top-k' takes sequences of one length; use rule='causal' for these.")
         max_depth = c.n_recursion if max_depth is None else max_depth
         if not 1 <= max_depth <= c.n_recursion:
@@ -155,7 +157,9 @@ class MoR(nn.Module):
             own = self.layers_of(None)  # first and last of Middle-Cycle
             x = self.run(own[:1], x, rows, kv, None)
             if c.routing == "expert":
-                x, routed = self.expert_choice(x, rows, kv, rule, max_depth)
+                x, routed = self.expert_choice(
+                    x, rows, kv, window if rule == "top-k" else None, max_depth
+                )
             else:
                 x, routed = self.token_choice(x, rows, kv, max_depth)
             x = self.run(own[1:], x, rows, kv, None)
@@ -173,23 +177,24 @@ class MoR(nn.Module):
             x = self.model.layers[self.config.plan[layer]](x, cos, sin, kv, layer)
         return x
 
-    def expert_choice(self, x: Tensor, rows: Ragged, kv, rule: str, max_depth: int):
-        """Each step's router scores the tokens still in play and takes the best; the rest are done."""
-        n_row, length = len(x), rows.length
+    def expert_choice(self, x: Tensor, rows: Ragged, kv, window: int | None, max_depth: int):
+        """Each step's router scores the tokens still in play and takes the best of each window, or,
+        without windows, those that the causal rule takes; the rest are done."""
+        n_row, dense = len(x), rows.length is not None
         routed = Routing(depth=torch.zeros(n_row, dtype=torch.long, device=x.device))
         figures = []
         for r in range(max_depth):
             h = x if rows.index is None else x[rows.index]
-            k = max(1, int(self.capacity[r] * length)) if rule == "top-k" else None
+            k = max(1, int(self.capacity[r] * window)) if window else None
             aux_router = self.aux_router[r] if self.config.sampling == "aux_router" else None
             keep, gate, losses, step_figures = routing.select(
-                self.config, r, h, rows, self.router[r], aux_router, k
+                self.config, r, h, rows, self.router[r], aux_router, k, window and n_row // window
             )
             for name, loss in losses.items():
                 routed.losses[name] = routed.losses.get(name, 0.0) + loss
             figures.append(step_figures)
             if len(keep) < len(h):
-                rows, h, gate = rows.take(keep, k), h[keep], gate[keep]
+                rows, h, gate = rows.take(keep, k if dense else None), h[keep], gate[keep]
             if len(keep) == 0:
                 break
             y = self.run(self.layers_of(r), h, rows, kv, r)
@@ -197,9 +202,9 @@ class MoR(nn.Module):
             index = torch.arange(n_row, device=x.device) if rows.index is None else rows.index
             x = x.index_add(0, index, y)  # x[A_r] += g * y
             routed.depth = routed.depth.index_fill(0, index, r + 1)
-        if rule == "top-k":
+        if window:
             routed.figures = {n: torch.stack([f[n] for f in figures]) for n in figures[0]}
-            routed.figures["dead"] = routing.dead_tokens(index, length)
+            routed.figures["dead"] = routing.dead_tokens(index, window)
         return x, routed
 
     def token_choice(self, x: Tensor, rows: Ragged, kv, max_depth: int):
@@ -235,9 +240,13 @@ class MoR(nn.Module):
         return F.linear(x, self.model.embed_tokens.weight).float()
 
     def forward(
-        self, ids: Tensor, targets: Tensor, rule="top-k", max_depth: int | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self, ids: Tensor, targets: Tensor, rule="top-k", max_depth: int | None = None,
+        documents: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
         """Sequences ids (B, T) and targets (B, T), -100 where there is none, to a loss and figures.
+
+        documents: cu_seqlens of the documents in ids.flatten(), each of which attends to itself alone
+        and counts its positions from 0; None: every sequence is one.
 
         The loss is the mean cross entropy plus the routers' losses times their coefficients. Figures
         are detached tensors: each loss alone, and per recursion step the share of tokens active.
@@ -246,8 +255,11 @@ class MoR(nn.Module):
         n_seq, length = ids.shape
         if not 0 < length <= c.block_size:
             raise ValueError(f"sequences of {length} tokens do not fit block_size={c.block_size}.")
-        cu_seqlens = torch.arange(n_seq + 1, device=ids.device) * length
-        x, routed = self.hidden(ids.flatten(), ragged_batch(cu_seqlens, length), None, rule, max_depth)
+        if documents is None:
+            rows = ragged_batch(torch.arange(n_seq + 1, device=ids.device) * length, length)
+        else:
+            rows = ragged_batch(documents)
+        x, routed = self.hidden(ids.flatten(), rows, None, rule, max_depth, window=length)
         losses = {
             "lm_loss": lm_loss(x, self.model.embed_tokens.weight, targets.flatten()),
             **routed.losses,

@@ -73,9 +73,9 @@ class Selection(NamedTuple):
 
 def select(
     config: ModelConfig, step: int, h: Tensor, rows: Ragged, router: nn.Module,
-    aux_router: nn.Module | None, k: int | None,
+    aux_router: nn.Module | None, k: int | None, n_seq: int | None,
 ) -> Selection:  # fmt: skip
-    """Scores the tokens in play, h (n, d), and takes the best k of each sequence (all of them have the
+    """Scores the tokens in play, h (n, d), and takes the best k of each of n_seq sequences (all have the
     same number in play), or, where k is None, those that the causal rule takes."""
     if config.router_type == "random":
         logits = random_scores(rows.pos, step, fresh=k is not None)
@@ -88,7 +88,7 @@ def select(
     causal = causal_choice(causal_logits, config, step)
     if k is None:
         return Selection(causal.nonzero().squeeze(1), gates, {}, {})
-    keep = top_k(gates, len(rows.cu_seqlens) - 1, k)
+    keep = top_k(gates, n_seq, k)
     taken = torch.zeros_like(causal).index_fill(0, keep, True)
     losses = {"z_loss": logits.square().mean()}  # the logsumexp of one logit is itself
     if config.sampling != "none":

@@ -440,6 +440,32 @@ def test_random_router_takes_the_best_scores_and_gates_by_them():
     assert model(ids, ids)[0] == first != second
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("routed", ["none", "expert", "token"])
+@pytest.mark.parametrize("rule", ["top-k", "causal"])
+def test_documents_attend_to_themselves(routed, rule):
+    """Under rules that look at single tokens, a document has the loss that it has alone; top-k picks
+    among all tokens of a sequence as before."""
+    draw = random.Random(f"documents {routed}")
+    for seed in range(4):
+        config = random_config(draw, routed=routed)
+        model = random_model(config, seed).eval()
+        ids, targets = random_batch(config, draw, n_seq=3, length=12)
+        targets = targets.clamp(min=0)
+        cuts = sorted(draw.sample([t for t in range(1, 36) if t % 12], 5))
+        documents = torch.tensor(sorted([0, 12, 24, 36, *cuts]))
+        _, figures = model(ids, targets, rule, documents=documents)
+        if routed == "expert" and rule == "top-k":
+            shares = [max(1, int(c * 12)) / 12 for c in model.capacity]
+            assert figures["active"].tolist() == pytest.approx(shares)
+            continue
+        total = 0.0
+        for begin, end in zip(documents[:-1], documents[1:]):
+            one = ids.flatten()[None, begin:end], targets.flatten()[None, begin:end]
+            total += model(*one, rule)[1]["lm_loss"].item() * int(end - begin)
+        assert figures["lm_loss"].item() == pytest.approx(total / 36, rel=1e-5)
+
+
 @pytest.mark.parametrize("max_depth", [0, 4, -1])
 def test_impossible_depths_are_refused(max_depth):
     model = MoR(ModelConfig(n_embd=24, n_head=2, n_ffn=8))

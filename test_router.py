@@ -92,7 +92,7 @@ def test_selection_reports_losses_and_figures_of_its_own_choice():
             torch.nn.init.normal_(router.weight)
         h = torch.randn(3 * 9, 12, requires_grad=True)
         aux_router = routers[1] if sampling == "aux_router" else None
-        choice = routing.select(config, 1, h, rows_of(3, 9), routers[0], aux_router, 4)
+        choice = routing.select(config, 1, h, rows_of(3, 9), routers[0], aux_router, 4, 3)
         s = (h @ routers[0].weight[0]).detach().double()
         causal_s = s if aux_router is None else (h @ routers[1].weight[0]).detach().double()
         p = 0.1 * (s.sigmoid() if config.router_func == "sigmoid" else s.tanh())
