@@ -1,0 +1,413 @@
+"""Figures of a checkpoint: validation loss under each rule and depth, and few-shot benchmarks.
+
+`python eval.py` prints nats per token, bits per byte and how deep tokens went; --max_depth=all caps the
+recursion steps at every number, the paper's test-time scaling (its section 5). `--tasks=paper` runs the
+paper's benchmarks (section 3) through lm-eval, which asks `Scorer` how likely texts are.
+"""
+
+import argparse
+import collections
+import itertools
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import checkpoint
+from dataset import Windows, open_dataset, whole_file
+from engine import generate, out_of_memory, pick_device, pieces
+from model import CHUNK_LOGITS, MoR
+from ragged import ragged_batch
+from settings import MOST_PASSES, TrainConfig, build, open_streams, silence
+from tokenizer import get_encoding, token_bytes
+
+# The paper's benchmarks, and which figure of each it reports. Its MMLU scores the answers' texts, not
+# their letters; ARC's two parts count as one in its mean.
+PAPER = {
+    "lambada_openai": "acc", "hellaswag": "acc_norm", "piqa": "acc_norm", "winogrande": "acc",
+    "arc_easy": "acc_norm", "arc_challenge": "acc_norm", "mmlu_continuation": "acc",
+}  # fmt: skip
+
+
+# ---- validation ----------------------------------------------------------------------------------
+
+
+def batches_of(val: Windows, batch_size: int, n_batch: int | None) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and targets (B, T): n_batch batches spread evenly over the split, or, for None, all of it."""
+    x, y = val.in_order(n_batch * batch_size if n_batch else val.per_epoch)
+    batches = list(zip(x.split(batch_size), y.split(batch_size)))
+    if val.left_over and not n_batch:  # too few for a window
+        rest = val.tokens.read(len(val.tokens) - 1 - val.left_over, val.left_over + 1)
+        batches.append((torch.from_numpy(rest)[None, :-1], torch.from_numpy(rest)[None, 1:]))
+    return batches
+
+
+@torch.no_grad()
+def validate(
+    model: MoR, batches: Iterable[tuple[Tensor, Tensor]], sizes: np.ndarray, rule: str, max_depth: int
+) -> dict:
+    """Losses and depths over batches (B, T); sizes (V,) are the bytes of text in each token.
+
+    `shares` has, for each depth 0 … R, the share of the tokens that took so many steps.
+    """
+    device, nats, n_tokens, n_bytes, active = model.cos.device, 0.0, 0, 0, 0
+    for x, y in batches:
+        _, figures = model(x.to(device), y.to(device), rule=rule, max_depth=max_depth)
+        nats += figures["lm_loss"].item() * y.numel()
+        active += figures["active"] * y.numel()
+        n_tokens += y.numel()
+        n_bytes += int(sizes[y.numpy()].sum())
+    active = (active / n_tokens).tolist()
+    return {
+        "loss": nats / n_tokens,
+        "bits_per_byte": nats / math.log(2) / max(1, n_bytes),
+        "mean_depth": sum(active),
+        "shares": [reached - beyond for reached, beyond in zip([1, *active], [*active, 0])],
+    }
+
+
+def print_validation(args: argparse.Namespace, state: dict, model: MoR, t: TrainConfig, depths) -> None:
+    """A row for each rule and greatest depth, as they come."""
+    c, name, encoding = model.config, args.dataset or t.dataset, get_encoding(state["encoding"])
+    tokens = open_dataset(name)[1]
+    if tokens.encoding != encoding.name:
+        raise ValueError(
+            f"dataset {name!r} is in encoding {tokens.encoding!r}, but {args.checkpoint} reads "
+            f"{encoding.name!r}; give --dataset=NAME of one in that."
+        )
+    if name == t.dataset and tokens.checksums != state["data"].get("val"):
+        note = f"note: dataset {name!r} has changed since the training, which may have read these texts."
+        print(note, file=sys.stderr)
+    n_batch = None if args.all else args.eval_iters or t.eval_iters
+    batches = batches_of(Windows(tokens, c.block_size, t.seed), args.batch_size, n_batch)
+    routed = c.routing == "expert"
+    rules = [args.rule] if args.rule else ["top-k", "causal"] if routed else ["causal"]
+    columns = range(0 if routed and c.capacity[0] < 1 else 1, c.n_recursion + 1)
+    n_tokens = sum(y.numel() for _, y in batches)
+    print(f"{args.checkpoint}, step {state['step']}, on {n_tokens:,} tokens of {name}")
+    head = "rule    max depth  nats/token  bits/byte  mean depth"
+    print(head + "".join(f"  depth {depth}" for depth in columns), flush=True)
+    n_passes = len(rules) * len(depths) * len(batches)
+    with tqdm(total=n_passes, unit="batch", disable=None, leave=False) as bar:
+        for rule, depth in itertools.product(rules, depths):
+            torch.manual_seed(t.seed)  # of random routing
+            counted = (batch for batch in batches if bar.update() or True)
+            r = validate(model, counted, token_bytes(encoding), rule, depth)
+            row = f"{rule if routed else '–':6}{depth:11}{r['loss']:12.4f}{r['bits_per_byte']:11.4f}"
+            shares = "".join(f"{r['shares'][depth]:9.1%}" for depth in columns)
+            bar.write(f"{row}{r['mean_depth']:12.2f}{shares}")
+
+
+# ---- what lm-eval asks ---------------------------------------------------------------------------
+
+
+def encode_pair(encoding: tiktoken.Encoding, context: str, continuation: str) -> tuple[list[int], int]:
+    """The tokens of both texts as one, and how many of them, at least one, are the context.
+
+    A token across the border is the continuation's. Where nothing comes before it, a document begins.
+    """
+    tokens, before = encoding.encode_ordinary(context + continuation), encoding.encode_ordinary(context)
+    n_context = sum(
+        1 for _ in itertools.takewhile(lambda pair: len(set(pair)) == 1, zip(tokens, before))
+    )
+    return (tokens, n_context) if n_context else ([encoding.eot_token, *tokens], 1)
+
+
+def windows(tokens: list[int], n_context: int, block_size: int) -> Iterator[tuple[list[int], int]]:
+    """Pieces of at most block_size + 1 tokens, and how many at each one's end it is to score.
+
+    Each token behind the context is scored once; before them stands as much as fits.
+    """
+    for done in range(n_context, len(tokens), block_size):
+        end = min(len(tokens), done + block_size)
+        yield tokens[max(0, end - block_size - 1) : end], end - done
+
+
+def batches_by_length(lengths: list[int], size: int, equal: bool = False) -> Iterator[list[int]]:
+    """Numbers of texts of similar (or equal) length, at most `size` at a time, the longest first."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    for _, group in itertools.groupby(order, lambda i: equal and lengths[i]):
+        group = list(group)
+        yield from (group[i : i + size] for i in range(0, len(group), size))
+
+
+class Scorer:
+    """Answers lm-eval's requests (tuples of texts in `args`), in their order, whatever the batches.
+
+    Texts of similar length make a ragged batch, so nothing is padded. Rule "top-k" scores as the model
+    was trained, its choice of tokens looking ahead within the text; a batch then has texts of one
+    length. Generation is causal under either rule.
+    """
+
+    def __init__(self, model: MoR, encoding: tiktoken.Encoding, batch_size: int, rule: str, depth: int):
+        super().__init__()  # lm-eval's own, where this is joined with its class
+        self.model, self.encoding, self.batch_size = model, encoding, batch_size
+        self.chosen_by, self.max_depth = rule, depth
+        self.usable = torch.from_numpy(token_bytes(encoding) > 0).to(model.cos.device)
+        self.usable[encoding.eot_token] = True
+
+    def loglikelihood(self, requests) -> list[tuple[float, bool]]:
+        """Of (context, continuation): how likely the continuation is, in nats, and whether it is greedy.
+
+        A context that does not fit before it loses its beginning.
+        """
+        return self.score([encode_pair(self.encoding, *request.args) for request in requests])
+
+    def loglikelihood_rolling(self, requests) -> list[float]:
+        """Of (text,): how likely it is as a whole document, in windows that touch."""
+        texts = [encode_pair(self.encoding, "", *request.args) for request in requests]
+        return [log_p for log_p, _ in self.score(texts)]
+
+    def score(self, texts: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        """Of (tokens, size of the context): the others' log-probability, whether all are the likeliest."""
+        size = self.model.config.block_size
+        found = [(n, *window) for n, text in enumerate(texts) for window in windows(*text, size)]
+        lengths, results = [len(tokens) for _, tokens, _ in found], [(0.0, True)] * len(texts)
+        with tqdm(total=len(found), unit="text", disable=None) as bar:
+            for batch in batches_by_length(lengths, self.batch_size, self.chosen_by == "top-k"):
+                numbers, tokens, counts = zip(*(found[i] for i in batch))
+                for n, log_p, greedy in zip(numbers, *self.score_batch(tokens, counts)):
+                    results[n] = results[n][0] + log_p, results[n][1] and greedy
+                bar.update(len(batch))
+        return results
+
+    @torch.no_grad()
+    def score_batch(self, texts: list[list[int]], counts: list[int]) -> tuple[list[float], list[bool]]:
+        """The same of the last tokens of each text, as many as `counts` says, in one pass."""
+        device, lengths = self.model.cos.device, [len(tokens) - 1 for tokens in texts]
+        ends = list(itertools.accumulate(lengths))
+        ids = torch.tensor([token for tokens in texts for token in tokens[:-1]], device=device)
+        one_length = lengths[0] if len(set(lengths)) == 1 else None
+        rows = ragged_batch(torch.tensor([0, *ends], device=device), one_length)
+        x, _ = self.model.hidden(ids, rows, None, self.chosen_by, self.max_depth)
+        x = x[[row for end, n in zip(ends, counts) for row in range(end - n, end)]]
+        targets = [token for tokens, n in zip(texts, counts) for token in tokens[-n:]]
+        targets, log_p, greedy = torch.tensor(targets, device=device), [], []
+        chunk = max(1, CHUNK_LOGITS // self.model.config.vocab_size)
+        for xs, ys in zip(x.split(chunk), targets.split(chunk)):
+            logits = self.model.logits(xs)
+            log_p.append(logits.log_softmax(1).gather(1, ys[:, None]).squeeze(1))
+            # Generation never says a token without text, however likely.
+            best = logits[:, : len(self.usable)].masked_fill(~self.usable, -math.inf).argmax(1)
+            greedy.append(best == ys)
+        log_p, greedy = torch.cat(log_p).cpu().double().split(counts), torch.cat(greedy).split(counts)
+        return [one.sum().item() for one in log_p], [one.all().item() for one in greedy]
+
+    def generate_until(self, requests) -> list[str]:
+        """Of (context, settings): the greedy continuation, up to one of the texts under "until"."""
+        alike, results = collections.defaultdict(list), [""] * len(requests)
+        for number, request in enumerate(requests):
+            context, given = request.args
+            if given.get("do_sample", given.get("temperature")):
+                raise ValueError("a task asks for sampled texts, but these are greedy; leave it out.")
+            until, n_new = given.get("until") or [], int(given.get("max_gen_toks", 256))
+            until = tuple(filter(None, [until] if isinstance(until, str) else until))
+            alike[until, n_new].append((number, self.prompt(context, n_new)))
+        with tqdm(total=len(requests), unit="text", disable=None) as bar:
+            for (until, n_new), group in alike.items():
+                for batch in batches_by_length([len(prompt) for _, prompt in group], self.batch_size):
+                    numbers, prompts = zip(*(group[i] for i in batch))
+                    new = [[] for _ in batch]
+                    for step in generate(
+                        self.model, prompts, self.encoding, max_new_tokens=n_new, temperature=0,
+                        stop=until, max_depth=self.max_depth,
+                    ):  # fmt: skip
+                        for sample, token in step.chosen.items():
+                            new[sample].append((token, None))
+                    for number, tokens in zip(numbers, new):
+                        text = pieces(tokens, self.encoding, 0, until)
+                        results[number] = "".join(piece for piece, _ in text)
+                    bar.update(len(batch))
+        return results
+
+    def prompt(self, context: str, max_new_tokens: int) -> list[int]:
+        """The end of a context that leaves room for the new tokens, or for half of the block."""
+        size = self.model.config.block_size
+        keep = max(1, size // 2, size + 1 - max_new_tokens)
+        return self.encoding.encode_ordinary(context)[-keep:] or [self.encoding.eot_token]
+
+
+# ---- benchmarks ----------------------------------------------------------------------------------
+
+
+def paper_figures(results: dict) -> dict[str, float]:
+    """The paper's figures in percent, as far as they are there, and their mean if all are."""
+    there = [task for task in PAPER if task in results]
+    found = {task: 100 * results[task][f"{PAPER[task]},none"] for task in there}
+    if len(found) == len(PAPER):
+        arc = (found["arc_easy"] + found["arc_challenge"]) / 2
+        found["mean"] = (sum(found.values()) - arc) / (len(PAPER) - 1)
+    return found
+
+
+def run_tasks(args: argparse.Namespace, state: dict, model: MoR, depth: int) -> None:
+    """Runs lm-eval's tasks, prints its table, and writes what it found beside the checkpoint."""
+    try:
+        import lm_eval
+        from lm_eval.api.model import LM
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
+    except ImportError as error:
+        raise ValueError(f"--tasks needs lm-eval ({error}); run: pip install lm-eval.") from None
+
+    class Tasks(TaskManager):
+        def load(self, *given):
+            try:
+                return super().load(*given)
+            except Exception as error:  # many kinds: unknown names, bad files, no network
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(
+                    f"--tasks={args.tasks} cannot be loaded ({type(error).__name__}: {reason}); "
+                    "`lm-eval ls tasks` lists what there is, and data not yet here needs a network."
+                ) from None
+
+    output = args.output or args.checkpoint.with_name("benchmarks.json")
+    require_new(output)
+    names = [name for task in args.tasks.split(",") for name in (PAPER if task == "paper" else [task])]
+    rule, encoding = args.rule or "causal", get_encoding(state["encoding"])
+    adapter = type("Adapter", (Scorer, LM), {})(model, encoding, args.batch_size, rule, depth)
+    found = lm_eval.simple_evaluate(
+        adapter, tasks=names, num_fewshot=args.num_fewshot, limit=args.limit, log_samples=False,
+        task_manager=Tasks(include_path=args.include_path),
+    )  # fmt: skip
+    print(f"{args.checkpoint}, step {state['step']}, rule {rule}, max depth {depth}")
+    print(make_table(found) + ("\n" + make_table(found, "groups") if found.get("groups") else ""))
+    if paper := paper_figures(found["results"]):
+        print("as the paper reports, in %: " + ", ".join(f"{k} {v:.1f}" for k, v in paper.items()))
+    facts = {"checkpoint": str(args.checkpoint), "step": state["step"], "rule": rule, "max_depth": depth}
+    facts |= {"limit": args.limit, "lm_eval": lm_eval.__version__, "paper": paper}
+    facts |= {
+        k: found[k] for k in ("results", "groups", "versions", "n-shot", "n-samples") if k in found
+    }
+    with whole_file(output.resolve()) as file:
+        file.write(json.dumps(facts, indent=2, default=str).encode() + b"\n")
+    print(f"written to {output}")
+
+
+def require_new(path: Path) -> None:
+    """Refuses a path that cannot become a new file, before hours of work go into what it is to hold."""
+    try:
+        problem = "it exists already" if path.exists() else ""
+        tempfile.TemporaryFile(dir=path.resolve().parent).close()
+    except OSError as error:
+        problem = error.strerror
+    if problem:
+        raise ValueError(f"{path} cannot be written: {problem}; give another --output.")
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+
+def read_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line, checked as far as that goes without the checkpoint."""
+
+    def refuse(message: str):
+        raise ValueError(f"{message}; --help lists what there is.")
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.error = refuse
+    add = parser.add_argument
+    add("--checkpoint", type=Path, default=Path("out/checkpoint.pt"), help="out/checkpoint.pt")
+    add("--rule", choices=("top-k", "causal"), help="of expert-choice; none: both, causal for tasks")
+    add("--max_depth", default="0", help="most recursion steps of a token; 0: all; all: each number")
+    add("--batch_size", type=int, default=0, help="sequences per pass; 0: as in training")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, …; auto: the GPU if there is one")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: as in training")
+    add("--dataset", metavar="NAME", help="folder below data/; none: that of the training")
+    add("--eval_iters", type=int, help="validation batches; none: as in training")
+    add("--all", action="store_true", default=None, help="the whole validation split")
+    add("--tasks", metavar="NAME,…", help="benchmarks of lm-eval instead; paper: the paper's seven")
+    add("--num_fewshot", type=int, help="examples before a question; none: what the task says")
+    add("--limit", type=int, help="documents per task; none: all")
+    add("--include_path", metavar="FOLDER", help="where more tasks (yaml files) are")
+    add("--output", type=Path, metavar="FILE", help="none: benchmarks.json beside the checkpoint")
+    a = parser.parse_args(argv)
+    others = (
+        ("dataset", "eval_iters", "all")
+        if a.tasks
+        else ("num_fewshot", "limit", "include_path", "output")
+    )
+    strange = [name for name in others if getattr(a, name) is not None]
+    for fine, message in (
+        (not strange, f"{' and '.join(strange)} {'is not for' if a.tasks else 'needs'} --tasks."),
+        (
+            0 <= a.batch_size <= MOST_PASSES,
+            f"batch_size={a.batch_size} must lie from 0 to {MOST_PASSES}.",
+        ),
+        (a.eval_iters is None or a.eval_iters > 0, f"eval_iters={a.eval_iters} must be at least 1."),
+        (not (a.eval_iters and a.all), "eval_iters and all are both given; give one of them."),
+        (a.limit is None or a.limit > 0, f"limit={a.limit} must be at least 1."),
+        ((a.num_fewshot or 0) >= 0, f"num_fewshot={a.num_fewshot} must not be negative."),
+        (Path(a.include_path or ".").is_dir(), f"include_path={a.include_path} is no folder."),
+    ):
+        if not fine:
+            raise ValueError(message)
+    return a
+
+
+def depths_of(max_depth: str, n_recursion: int, tasks: str | None) -> list[int]:
+    """The numbers of steps that --max_depth asks for."""
+    if max_depth == "all" and not tasks:
+        return list(range(1, n_recursion + 1))
+    if not max_depth.isdecimal() or int(max_depth) > n_recursion:
+        each = "" if tasks else ", or be all"
+        raise ValueError(f"max_depth={max_depth} must lie from 0 to n_recursion={n_recursion}{each}.")
+    return [int(max_depth) or n_recursion]
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    path, device = args.checkpoint, pick_device(args.device)
+    state = checkpoint.load(path, (*checkpoint.KEYS, "settings", "data"))
+    model, n_vocab = checkpoint.load_model(state, device), get_encoding(state["encoding"]).n_vocab
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise ValueError(f"{path} holds weights that are not finite: its training diverged.")
+    if (known := model.config.vocab_size) < n_vocab:
+        raise ValueError(f"{path} knows {known} of the {n_vocab} tokens in its encoding.")
+    with checkpoint.this_version():
+        t = build(state["settings"])[1]
+    args.batch_size = args.batch_size or t.batch_size or 8
+    dtype = t.dtype if args.dtype == "auto" else args.dtype
+    bfloat16 = dtype == "bfloat16" or (dtype == "auto" and device.startswith("cuda"))
+    depths = depths_of(args.max_depth, model.config.n_recursion, args.tasks)
+    with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bfloat16):
+        if args.tasks:
+            run_tasks(args, state, model, depths[0])
+        else:
+            print_validation(args, state, model, t, depths)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status: 0, 2 for bad input, 130 after Ctrl-C, 141 where nobody reads the output."""
+    open_streams()
+    try:
+        evaluate(read_arguments(argv))
+        sys.stdout.flush()
+        return 0
+    except ValueError as error:
+        problem, status = error, 2
+    except KeyboardInterrupt:
+        print("interrupted.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        silence(sys.stdout)  # or Python complains at exit
+        return 141
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        problem, status = "there is too little memory; give a smaller --batch_size.", 2
+    except OSError as error:
+        problem, status = f"the output cannot be written: {error.strerror}.", 1
+    print(f"error: {problem}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
