@@ -6,12 +6,11 @@ paper's benchmarks (section 3) through lm-eval, which asks `Scorer` how likely t
 """
 
 import argparse
-import collections
 import itertools
 import json
 import math
+import os
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from dataset import Windows, open_dataset, whole_file
 from engine import generate, out_of_memory, pick_device, pieces
 from model import CHUNK_LOGITS, MoR
 from ragged import ragged_batch
-from settings import MOST_PASSES, TrainConfig, build, open_streams, silence
+from settings import TrainConfig, build, open_streams, silence
 from tokenizer import get_encoding, token_bytes
 
 # The paper's benchmarks, and which figure of each it reports. Its MMLU scores the answers' texts, not
@@ -37,11 +36,8 @@ PAPER = {
 }  # fmt: skip
 
 
-# ---- validation ----------------------------------------------------------------------------------
-
-
 def batches_of(val: Windows, batch_size: int, n_batch: int | None) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and targets (B, T): n_batch batches spread evenly over the split, or, for None, all of it."""
+    """Inputs and targets (B, T): n_batch batches spread evenly over the split, or (None) all of it."""
     x, y = val.in_order(n_batch * batch_size if n_batch else val.per_epoch)
     batches = list(zip(x.split(batch_size), y.split(batch_size)))
     if val.left_over and not n_batch:  # too few for a window
@@ -51,10 +47,8 @@ def batches_of(val: Windows, batch_size: int, n_batch: int | None) -> list[tuple
 
 
 @torch.no_grad()
-def validate(
-    model: MoR, batches: Iterable[tuple[Tensor, Tensor]], sizes: np.ndarray, rule: str, max_depth: int
-) -> dict:
-    """Losses and depths over batches (B, T); sizes (V,) are the bytes of text in each token.
+def validate(model: MoR, batches: Iterable, sizes: np.ndarray, rule: str, max_depth: int) -> dict:
+    """Losses and depths over (inputs, targets), (B, T) each; sizes (V,) are the bytes in each token.
 
     `shares` has, for each depth 0 … R, the share of the tokens that took so many steps.
     """
@@ -84,29 +78,23 @@ def print_validation(args: argparse.Namespace, state: dict, model: MoR, t: Train
             f"{encoding.name!r}; give --dataset=NAME of one in that."
         )
     if name == t.dataset and tokens.checksums != state["data"].get("val"):
-        note = f"note: dataset {name!r} has changed since the training, which may have read these texts."
-        print(note, file=sys.stderr)
+        print(f"note: {name!r} changed since the training, which may know its texts.", file=sys.stderr)
     n_batch = None if args.all else args.eval_iters or t.eval_iters
     batches = batches_of(Windows(tokens, c.block_size, t.seed), args.batch_size, n_batch)
-    routed = c.routing == "expert"
-    rules = [args.rule] if args.rule else ["top-k", "causal"] if routed else ["causal"]
-    columns = range(0 if routed and c.capacity[0] < 1 else 1, c.n_recursion + 1)
+    expert = c.routing == "expert"
+    rules = [args.rule] if args.rule else ["top-k", "causal"] if expert else ["causal"]
+    columns = range(0 if expert and c.capacity[0] < 1 else 1, c.n_recursion + 1)
     n_tokens = sum(y.numel() for _, y in batches)
     print(f"{args.checkpoint}, step {state['step']}, on {n_tokens:,} tokens of {name}")
     head = "rule    max depth  nats/token  bits/byte  mean depth"
-    print(head + "".join(f"  depth {depth}" for depth in columns), flush=True)
-    n_passes = len(rules) * len(depths) * len(batches)
-    with tqdm(total=n_passes, unit="batch", disable=None, leave=False) as bar:
-        for rule, depth in itertools.product(rules, depths):
-            torch.manual_seed(t.seed)  # of random routing
-            counted = (batch for batch in batches if bar.update() or True)
-            r = validate(model, counted, token_bytes(encoding), rule, depth)
-            row = f"{rule if routed else '–':6}{depth:11}{r['loss']:12.4f}{r['bits_per_byte']:11.4f}"
-            shares = "".join(f"{r['shares'][depth]:9.1%}" for depth in columns)
-            bar.write(f"{row}{r['mean_depth']:12.2f}{shares}")
-
-
-# ---- what lm-eval asks ---------------------------------------------------------------------------
+    print(head, *(f"depth {d}" for d in columns), sep="  ", flush=True)
+    for rule, depth in itertools.product(rules, depths):
+        torch.manual_seed(t.seed)  # of random routing
+        shown = tqdm(batches, unit="batch", disable=None, leave=False)
+        r = validate(model, shown, token_bytes(encoding), rule, depth)
+        row = f"{rule if expert else '–':6}{depth:11}{r['loss']:12.4f}{r['bits_per_byte']:11.4f}"
+        row += f"{r['mean_depth']:12.2f}" + "".join(f"{r['shares'][d]:9.1%}" for d in columns)
+        print(row, flush=True)
 
 
 def encode_pair(encoding: tiktoken.Encoding, context: str, continuation: str) -> tuple[list[int], int]:
@@ -115,42 +103,36 @@ def encode_pair(encoding: tiktoken.Encoding, context: str, continuation: str) ->
     A token across the border is the continuation's. Where nothing comes before it, a document begins.
     """
     tokens, before = encoding.encode_ordinary(context + continuation), encoding.encode_ordinary(context)
-    n_context = sum(
-        1 for _ in itertools.takewhile(lambda pair: len(set(pair)) == 1, zip(tokens, before))
-    )
+    n_context = len(os.path.commonprefix([tokens, before]))
     return (tokens, n_context) if n_context else ([encoding.eot_token, *tokens], 1)
 
 
 def windows(tokens: list[int], n_context: int, block_size: int) -> Iterator[tuple[list[int], int]]:
-    """Pieces of at most block_size + 1 tokens, and how many at each one's end it is to score.
-
-    Each token behind the context is scored once; before them stands as much as fits.
-    """
+    """Pieces of up to block_size + 1 tokens that score the last so many, each after all that fits."""
     for done in range(n_context, len(tokens), block_size):
         end = min(len(tokens), done + block_size)
         yield tokens[max(0, end - block_size - 1) : end], end - done
 
 
-def batches_by_length(lengths: list[int], size: int, equal: bool = False) -> Iterator[list[int]]:
-    """Numbers of texts of similar (or equal) length, at most `size` at a time, the longest first."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    for _, group in itertools.groupby(order, lambda i: equal and lengths[i]):
-        group = list(group)
-        yield from (group[i : i + size] for i in range(0, len(group), size))
+def batches_alike(lengths: list[int], kinds: list, size: int) -> tqdm:
+    """Numbers of texts of one kind and of similar length, `size` at a time, the longest first."""
+    order = sorted(range(len(lengths)), key=lambda i: (kinds[i], -lengths[i]))
+    groups = [list(group) for _, group in itertools.groupby(order, kinds.__getitem__)]
+    batches = [group[i : i + size] for group in groups for i in range(0, len(group), size)]
+    return tqdm(batches, unit="batch", disable=None)
 
 
 class Scorer:
     """Answers lm-eval's requests (tuples of texts in `args`), in their order, whatever the batches.
 
-    Texts of similar length make a ragged batch, so nothing is padded. Rule "top-k" scores as the model
-    was trained, its choice of tokens looking ahead within the text; a batch then has texts of one
-    length. Generation is causal under either rule.
+    Texts of similar length make a ragged batch, so nothing is padded. Rule "top-k" scores as trained, by
+    choices that look ahead, and batches texts of one length alone. Generation is causal in any case.
     """
 
     def __init__(self, model: MoR, encoding: tiktoken.Encoding, batch_size: int, rule: str, depth: int):
         super().__init__()  # lm-eval's own, where this is joined with its class
         self.model, self.encoding, self.batch_size = model, encoding, batch_size
-        self.chosen_by, self.max_depth = rule, depth
+        self.rule, self.max_depth = rule, depth
         self.usable = torch.from_numpy(token_bytes(encoding) > 0).to(model.cos.device)
         self.usable[encoding.eot_token] = True
 
@@ -163,20 +145,19 @@ class Scorer:
 
     def loglikelihood_rolling(self, requests) -> list[float]:
         """Of (text,): how likely it is as a whole document, in windows that touch."""
-        texts = [encode_pair(self.encoding, "", *request.args) for request in requests]
-        return [log_p for log_p, _ in self.score(texts)]
+        found = self.score([encode_pair(self.encoding, "", *request.args) for request in requests])
+        return [log_p for log_p, _ in found]
 
     def score(self, texts: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """Of (tokens, size of the context): the others' log-probability, whether all are the likeliest."""
-        size = self.model.config.block_size
+        """Of (tokens, size of the context): the others' log-probability; if each is the likeliest."""
+        size, results = self.model.config.block_size, [(0.0, True)] * len(texts)
         found = [(n, *window) for n, text in enumerate(texts) for window in windows(*text, size)]
-        lengths, results = [len(tokens) for _, tokens, _ in found], [(0.0, True)] * len(texts)
-        with tqdm(total=len(found), unit="text", disable=None) as bar:
-            for batch in batches_by_length(lengths, self.batch_size, self.chosen_by == "top-k"):
-                numbers, tokens, counts = zip(*(found[i] for i in batch))
-                for n, log_p, greedy in zip(numbers, *self.score_batch(tokens, counts)):
-                    results[n] = results[n][0] + log_p, results[n][1] and greedy
-                bar.update(len(batch))
+        lengths = [len(tokens) for _, tokens, _ in found]
+        kinds = lengths if self.rule == "top-k" else [0] * len(found)
+        for batch in batches_alike(lengths, kinds, self.batch_size):
+            numbers, tokens, counts = zip(*(found[i] for i in batch))
+            for n, log_p, greedy in zip(numbers, *self.score_batch(tokens, counts)):
+                results[n] = results[n][0] + log_p, results[n][1] and greedy
         return results
 
     @torch.no_grad()
@@ -187,7 +168,7 @@ class Scorer:
         ids = torch.tensor([token for tokens in texts for token in tokens[:-1]], device=device)
         one_length = lengths[0] if len(set(lengths)) == 1 else None
         rows = ragged_batch(torch.tensor([0, *ends], device=device), one_length)
-        x, _ = self.model.hidden(ids, rows, None, self.chosen_by, self.max_depth)
+        x, _ = self.model.hidden(ids, rows, None, self.rule, self.max_depth)
         x = x[[row for end, n in zip(ends, counts) for row in range(end - n, end)]]
         targets = [token for tokens, n in zip(texts, counts) for token in tokens[-n:]]
         targets, log_p, greedy = torch.tensor(targets, device=device), [], []
@@ -202,46 +183,36 @@ class Scorer:
         return [one.sum().item() for one in log_p], [one.all().item() for one in greedy]
 
     def generate_until(self, requests) -> list[str]:
-        """Of (context, settings): the greedy continuation, up to one of the texts under "until"."""
-        alike, results = collections.defaultdict(list), [""] * len(requests)
-        for number, request in enumerate(requests):
-            context, given = request.args
+        """Of (context, settings): the greedy continuation, up to one of the texts under "until".
+
+        A context loses its beginning where the new tokens would not fit, but half a block of it stays.
+        """
+        prompts, kinds, size = [], [], self.model.config.block_size
+        for context, given in (request.args for request in requests):
             if given.get("do_sample", given.get("temperature")):
                 raise ValueError("a task asks for sampled texts, but these are greedy; leave it out.")
             until, n_new = given.get("until") or [], int(given.get("max_gen_toks", 256))
-            until = tuple(filter(None, [until] if isinstance(until, str) else until))
-            alike[until, n_new].append((number, self.prompt(context, n_new)))
-        with tqdm(total=len(requests), unit="text", disable=None) as bar:
-            for (until, n_new), group in alike.items():
-                for batch in batches_by_length([len(prompt) for _, prompt in group], self.batch_size):
-                    numbers, prompts = zip(*(group[i] for i in batch))
-                    new = [[] for _ in batch]
-                    for step in generate(
-                        self.model, prompts, self.encoding, max_new_tokens=n_new, temperature=0,
-                        stop=until, max_depth=self.max_depth,
-                    ):  # fmt: skip
-                        for sample, token in step.chosen.items():
-                            new[sample].append((token, None))
-                    for number, tokens in zip(numbers, new):
-                        text = pieces(tokens, self.encoding, 0, until)
-                        results[number] = "".join(piece for piece, _ in text)
-                    bar.update(len(batch))
+            kinds.append((tuple(filter(None, [until] if isinstance(until, str) else until)), n_new))
+            keep = max(1, size // 2, size + 1 - n_new)
+            prompts.append(self.encoding.encode_ordinary(context)[-keep:] or [self.encoding.eot_token])
+        results = [""] * len(requests)
+        for batch in batches_alike([len(prompt) for prompt in prompts], kinds, self.batch_size):
+            (until, n_new), new = kinds[batch[0]], [[] for _ in batch]
+            for step in generate(
+                self.model, [prompts[i] for i in batch], self.encoding, max_new_tokens=n_new,
+                temperature=0, stop=until, max_depth=self.max_depth,
+            ):  # fmt: skip
+                for sample, token in step.chosen.items():
+                    new[sample].append((token, None))
+            for i, tokens in zip(batch, new):
+                text = pieces(tokens, self.encoding, 0, until)
+                results[i] = "".join(piece for piece, _ in text)
         return results
-
-    def prompt(self, context: str, max_new_tokens: int) -> list[int]:
-        """The end of a context that leaves room for the new tokens, or for half of the block."""
-        size = self.model.config.block_size
-        keep = max(1, size // 2, size + 1 - max_new_tokens)
-        return self.encoding.encode_ordinary(context)[-keep:] or [self.encoding.eot_token]
-
-
-# ---- benchmarks ----------------------------------------------------------------------------------
 
 
 def paper_figures(results: dict) -> dict[str, float]:
     """The paper's figures in percent, as far as they are there, and their mean if all are."""
-    there = [task for task in PAPER if task in results]
-    found = {task: 100 * results[task][f"{PAPER[task]},none"] for task in there}
+    found = {k: 100 * results[k][f"{metric},none"] for k, metric in PAPER.items() if k in results}
     if len(found) == len(PAPER):
         arc = (found["arc_easy"] + found["arc_challenge"]) / 2
         found["mean"] = (sum(found.values()) - arc) / (len(PAPER) - 1)
@@ -269,8 +240,6 @@ def run_tasks(args: argparse.Namespace, state: dict, model: MoR, depth: int) -> 
                     "`lm-eval ls tasks` lists what there is, and data not yet here needs a network."
                 ) from None
 
-    output = args.output or args.checkpoint.with_name("benchmarks.json")
-    require_new(output)
     names = [name for task in args.tasks.split(",") for name in (PAPER if task == "paper" else [task])]
     rule, encoding = args.rule or "causal", get_encoding(state["encoding"])
     adapter = type("Adapter", (Scorer, LM), {})(model, encoding, args.batch_size, rule, depth)
@@ -284,26 +253,10 @@ def run_tasks(args: argparse.Namespace, state: dict, model: MoR, depth: int) -> 
         print("as the paper reports, in %: " + ", ".join(f"{k} {v:.1f}" for k, v in paper.items()))
     facts = {"checkpoint": str(args.checkpoint), "step": state["step"], "rule": rule, "max_depth": depth}
     facts |= {"limit": args.limit, "lm_eval": lm_eval.__version__, "paper": paper}
-    facts |= {
-        k: found[k] for k in ("results", "groups", "versions", "n-shot", "n-samples") if k in found
-    }
-    with whole_file(output.resolve()) as file:
+    facts |= {k: found.get(k) for k in ("results", "groups", "versions", "n-shot", "n-samples")}
+    with whole_file(args.output.resolve()) as file:
         file.write(json.dumps(facts, indent=2, default=str).encode() + b"\n")
-    print(f"written to {output}")
-
-
-def require_new(path: Path) -> None:
-    """Refuses a path that cannot become a new file, before hours of work go into what it is to hold."""
-    try:
-        problem = "it exists already" if path.exists() else ""
-        tempfile.TemporaryFile(dir=path.resolve().parent).close()
-    except OSError as error:
-        problem = error.strerror
-    if problem:
-        raise ValueError(f"{path} cannot be written: {problem}; give another --output.")
-
-
-# ---- command line --------------------------------------------------------------------------------
+    print(f"written to {args.output}")
 
 
 def read_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -320,47 +273,30 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--max_depth", default="0", help="most recursion steps of a token; 0: all; all: each number")
     add("--batch_size", type=int, default=0, help="sequences per pass; 0: as in training")
     add("--device", default="auto", help="cpu, cuda, cuda:1, …; auto: the GPU if there is one")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: as in training")
     add("--dataset", metavar="NAME", help="folder below data/; none: that of the training")
-    add("--eval_iters", type=int, help="validation batches; none: as in training")
-    add("--all", action="store_true", default=None, help="the whole validation split")
+    either = parser.add_mutually_exclusive_group().add_argument
+    either("--eval_iters", type=int, help="validation batches; none: as in training")
+    either("--all", action="store_true", default=None, help="the whole validation split")
     add("--tasks", metavar="NAME,…", help="benchmarks of lm-eval instead; paper: the paper's seven")
     add("--num_fewshot", type=int, help="examples before a question; none: what the task says")
     add("--limit", type=int, help="documents per task; none: all")
     add("--include_path", metavar="FOLDER", help="where more tasks (yaml files) are")
     add("--output", type=Path, metavar="FILE", help="none: benchmarks.json beside the checkpoint")
     a = parser.parse_args(argv)
-    others = (
-        ("dataset", "eval_iters", "all")
-        if a.tasks
-        else ("num_fewshot", "limit", "include_path", "output")
-    )
-    strange = [name for name in others if getattr(a, name) is not None]
-    for fine, message in (
-        (not strange, f"{' and '.join(strange)} {'is not for' if a.tasks else 'needs'} --tasks."),
-        (
-            0 <= a.batch_size <= MOST_PASSES,
-            f"batch_size={a.batch_size} must lie from 0 to {MOST_PASSES}.",
-        ),
-        (a.eval_iters is None or a.eval_iters > 0, f"eval_iters={a.eval_iters} must be at least 1."),
-        (not (a.eval_iters and a.all), "eval_iters and all are both given; give one of them."),
-        (a.limit is None or a.limit > 0, f"limit={a.limit} must be at least 1."),
-        ((a.num_fewshot or 0) >= 0, f"num_fewshot={a.num_fewshot} must not be negative."),
-        (Path(a.include_path or ".").is_dir(), f"include_path={a.include_path} is no folder."),
-    ):
-        if not fine:
-            raise ValueError(message)
+    others = "dataset eval_iters all" if a.tasks else "num_fewshot limit include_path output"
+    if strange := [name for name in others.split() if getattr(a, name) is not None]:
+        refuse(f"{' and '.join(strange)} {'is not for' if a.tasks else 'needs'} --tasks")
+    for name, least in {"batch_size": 0, "eval_iters": 1, "limit": 1, "num_fewshot": 0}.items():
+        if getattr(a, name) is not None and getattr(a, name) < least:
+            raise ValueError(f"{name}={getattr(a, name)} must be at least {least}.")
+    if not (a.max_depth.isdecimal() or a.max_depth == "all" and not a.tasks):
+        raise ValueError(f"max_depth={a.max_depth} must be a number{', or all' * (not a.tasks)}.")
+    if not Path(a.include_path or ".").is_dir():
+        raise ValueError(f"include_path={a.include_path} is no folder; give one with yaml files.")
+    a.output = a.output or a.checkpoint.parent / "benchmarks.json"
+    if a.tasks and (a.output.exists() or not a.output.parent.is_dir()):
+        raise ValueError(f"{a.output} exists, or its folder does not; give another --output.")
     return a
-
-
-def depths_of(max_depth: str, n_recursion: int, tasks: str | None) -> list[int]:
-    """The numbers of steps that --max_depth asks for."""
-    if max_depth == "all" and not tasks:
-        return list(range(1, n_recursion + 1))
-    if not max_depth.isdecimal() or int(max_depth) > n_recursion:
-        each = "" if tasks else ", or be all"
-        raise ValueError(f"max_depth={max_depth} must lie from 0 to n_recursion={n_recursion}{each}.")
-    return [int(max_depth) or n_recursion]
 
 
 def evaluate(args: argparse.Namespace) -> None:
@@ -374,9 +310,11 @@ def evaluate(args: argparse.Namespace) -> None:
     with checkpoint.this_version():
         t = build(state["settings"])[1]
     args.batch_size = args.batch_size or t.batch_size or 8
-    dtype = t.dtype if args.dtype == "auto" else args.dtype
-    bfloat16 = dtype == "bfloat16" or (dtype == "auto" and device.startswith("cuda"))
-    depths = depths_of(args.max_depth, model.config.n_recursion, args.tasks)
+    bfloat16 = t.dtype == "bfloat16" or (t.dtype == "auto" and device.startswith("cuda"))
+    n_recursion, given = model.config.n_recursion, args.max_depth
+    depths = range(1, n_recursion + 1) if given == "all" else [int(given) or n_recursion]
+    if max(depths) > n_recursion:
+        raise ValueError(f"max_depth={given} is more than the model's n_recursion={n_recursion}.")
     with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bfloat16):
         if args.tasks:
             run_tasks(args, state, model, depths[0])
