@@ -209,7 +209,7 @@ class Scorer:
 
 
 def paper_figures(results: dict) -> dict[str, float]:
-    """The paper's figures in percent, as far as there are, and, if all are, their mean with ARC as one."""
+    """The paper's figures in percent, as far as found, and once all are, their mean with ARC as one."""
     found = {k: 100 * results[k][f"{metric},none"] for k, metric in PAPER.items() if k in results}
     if len(found) == len(PAPER):
         arc = (found["arc_easy"] + found["arc_challenge"]) / 2
