@@ -28,8 +28,7 @@ from ragged import ragged_batch
 from settings import TrainConfig, build, open_streams, silence
 from tokenizer import get_encoding, token_bytes
 
-# The paper's benchmarks, and which figure of each it reports. Its MMLU scores the answers' texts, not
-# their letters; ARC's two parts count as one in its mean.
+# The paper's benchmarks, and what it reports of each; its MMLU scores the answers' texts, not letters.
 PAPER = {
     "lambada_openai": "acc", "hellaswag": "acc_norm", "piqa": "acc_norm", "winogrande": "acc",
     "arc_easy": "acc_norm", "arc_challenge": "acc_norm", "mmlu_continuation": "acc",
@@ -79,9 +78,8 @@ def print_validation(args: argparse.Namespace, state: dict, model: MoR, t: Train
         )
     if name == t.dataset and tokens.checksums != state["data"].get("val"):
         print(f"note: {name!r} changed since the training, which may know its texts.", file=sys.stderr)
-    n_batch = None if args.all else args.eval_iters or t.eval_iters
+    expert, n_batch = c.routing == "expert", None if args.all else args.eval_iters or t.eval_iters
     batches = batches_of(Windows(tokens, c.block_size, t.seed), args.batch_size, n_batch)
-    expert = c.routing == "expert"
     rules = [args.rule] if args.rule else ["top-k", "causal"] if expert else ["causal"]
     columns = range(0 if expert and c.capacity[0] < 1 else 1, c.n_recursion + 1)
     n_tokens = sum(y.numel() for _, y in batches)
@@ -211,7 +209,7 @@ class Scorer:
 
 
 def paper_figures(results: dict) -> dict[str, float]:
-    """The paper's figures in percent, as far as they are there, and their mean if all are."""
+    """The paper's figures in percent, as far as found, and once all are, their mean with ARC as one."""
     found = {k: 100 * results[k][f"{metric},none"] for k, metric in PAPER.items() if k in results}
     if len(found) == len(PAPER):
         arc = (found["arc_easy"] + found["arc_challenge"]) / 2
@@ -300,6 +298,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def evaluate(args: argparse.Namespace) -> None:
+    """Prints what is asked of the checkpoint, computed in the dtype of its training."""
     path, device = args.checkpoint, pick_device(args.device)
     state = checkpoint.load(path, (*checkpoint.KEYS, "settings", "data"))
     model, n_vocab = checkpoint.load_model(state, device), get_encoding(state["encoding"]).n_vocab

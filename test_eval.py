@@ -174,18 +174,27 @@ def test_greedy_continuations_are_known_as_such(kind):
     assert [flag for _, flag in scorer(model).score([right, wrong, early])] == [True, False, False]
 
 
+def test_a_text_is_greedy_in_all_its_windows_or_not_at_all():
+    model, tokens = random_model("vanilla"), [END, *LONG[:12].encode()]
+    tokens.append(int(last_logits(model, tokens[-12:])[:257].argmax()))
+    flags = [scorer(model).score([(tokens, n)])[0][1] for n in (1, 13)]
+    assert flags == [False, True]
+
+
 def test_ids_without_text_are_never_the_greedy_choice():
-    model = random_model("vanilla")
-    with torch.no_grad():
-        model.model.embed_tokens.weight[270] = 100 * last_state(model)  # likelier than any other
-    text = [*b"ab", int(last_logits(model, list(b"ab"))[:257].argmax())]
-    (log_p, greedy), = scorer(model).score([(text, 2)])  # fmt: skip
-    assert greedy and log_p < math.log(0.01)
-
-
-def last_state(model):
+    model, bytes_alone = random_model("vanilla"), {bytes([b]): b for b in range(256)}
+    gaps = tiktoken.Encoding(
+        "gaps", pat_str="(?s).", mergeable_ranks=bytes_alone, special_tokens={"<|endoftext|>": 280}
+    )
     x, _ = model.hidden(torch.tensor(list(b"ab")), ragged_batch(torch.tensor([0, 2])))
-    return x[-1]
+    for strange in (270, 290):  # unused, and beyond the encoding
+        with torch.no_grad():
+            model.model.embed_tokens.weight[strange] = 100 * x[-1]  # likelier than any other
+    usable = last_logits(model, list(b"ab"))
+    usable[256:280] = usable[281:] = -math.inf
+    score = Scorer(model, gaps, 1, "causal", None).score
+    ((log_p, greedy),) = score([([*b"ab", int(usable.argmax())], 2)])
+    assert greedy and log_p < math.log(0.01)
 
 
 def test_a_token_across_the_border_belongs_to_the_continuation():
@@ -303,6 +312,18 @@ def test_figures_equal_training_evaluate_to_the_bit(trained):
             k: wanted[rule][k] for k in ("loss", "bits_per_byte")
         }
         assert got["mean_depth"] == pytest.approx(sum(wanted[rule]["active"]))
+
+
+@pytest.mark.parametrize("kind", ["recursive", "expert_partial", "token"])
+def test_depths_are_those_of_the_pass(kind):
+    model, ids = random_model(kind), torch.randint(256, (3, 13))
+    batches = [(ids[:2, :-1], ids[:2, 1:]), (ids[2:, :-1], ids[2:, 1:])]
+    got = validate(model, batches, token_bytes(BYTES), "causal", None)
+    rows = ragged_batch(torch.arange(4) * 12)
+    with torch.no_grad():
+        depths = model.hidden(ids[:, :-1].flatten(), rows)[1].depth.tolist()
+    assert got["shares"] == pytest.approx([depths.count(d) / 36 for d in range(4)], abs=1e-6)
+    assert got["mean_depth"] == pytest.approx(sum(depths) / 36, abs=1e-6)
 
 
 def test_the_whole_split_is_every_token_once(capsys, trained):
