@@ -147,7 +147,7 @@ class ByteLevelBPE(tiktoken.Encoding):
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         tokens = []
         for i, part in enumerate(self.added.split(text) if self.added else [text]):
-            tokens += [self.encode_single_token(part)] if i % 2 else self._encode_part(part)
+            tokens += [self._special_tokens[part]] if i % 2 else self._encode_part(part)
         return tokens
 
     def _encode_part(self, text: str) -> list[int]:
@@ -221,6 +221,8 @@ def read_tokenizer_json(path: Path, name: str) -> tiktoken.Encoding:
         require(not model.get(option), f"sets {option}")
     strict = [t for t in plain if t.get("lstrip") or t.get("rstrip") or t.get("single_word")]
     require(not strict, f"has an added token with conditions ({strict and strict[0]['content']!r})")
+    twice = [token for token, number in special.items() if vocab.get(token, number) != number]
+    require(not twice, f"numbers a token twice ({twice and twice[0]!r})")
     require(END in special, f"has no special token {END}")
 
     characters = byte_characters()
