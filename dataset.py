@@ -84,7 +84,7 @@ def write_shard(path: str | Path, tokens: np.ndarray, encoding_name: str) -> int
     if len(name) > 36:
         raise ValueError(f"the encoding name {encoding_name!r} is longer than 36 bytes.")
     dtype = DTYPES[int(tokens.max() >= 2**16)]
-    tokens = tokens.astype(dtype.decode())
+    tokens = tokens.astype(dtype.decode(), copy=False)
     header = HEADER.pack(MAGIC, VERSION, dtype, tokens.size, name)
     checksum = zlib.crc32(tokens, zlib.crc32(header))
     with whole_file(Path(path), WRITER) as file:
@@ -269,6 +269,20 @@ class Windows:
             windows[row] = self.tokens.read(start, self.block_size + 1)
         windows = torch.from_numpy(windows)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def document_cu_seqlens(ids: torch.Tensor, eot: int) -> torch.Tensor:
+    """Where the documents in a batch of windows begin, for attention that stays within each.
+
+    ids: (B, T) tokens. Returns int64 (n + 1,), from 0 to B * T: rows cu_seqlens[i] to cu_seqlens[i + 1]
+    of ids.flatten() are one document. One begins at each window's start and after each `eot`.
+    """
+    if ids.dim() != 2 or not ids.numel():
+        raise ValueError(f"documents are found in windows (B, T), not in {tuple(ids.shape)}.")
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, :-1] == eot
+    end = torch.tensor([ids.numel()], device=ids.device)
+    return torch.cat([begins.flatten().nonzero().flatten(), end])
 
 
 def open_dataset(name: str) -> tuple[Tokens, Tokens]:

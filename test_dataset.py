@@ -1,4 +1,4 @@
-"""Tokenizer, shards, windows and the pystdlib dataset: what goes in comes out, or is refused.
+"""Shards, windows and the pystdlib dataset: what goes in comes out, or is refused.
 
 Damaged files are made by editing real ones; kills are real kills of a process that is writing.
 """
@@ -15,14 +15,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import requests
-import tiktoken
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dataset
-from dataset import HEADER_SIZE, Tokens, Windows, open_shard, write_dataset, write_shard
+from dataset import (
+    HEADER_SIZE,
+    Tokens,
+    Windows,
+    document_cu_seqlens,
+    open_shard,
+    write_dataset,
+    write_shard,
+)
 from tokenizer import get_encoding, token_bytes
 
 ROOT = Path(__file__).resolve().parent
@@ -31,7 +37,6 @@ BYTES = get_encoding("bytes")
 END = BYTES.eot_token
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
-text_with_marks = st.lists(st.sampled_from(["<|endoftext|>", "<|", "\n", " ", "é", "\r\n", "𝄞\0"]))
 
 
 def one_sentence(refused) -> str:
@@ -55,61 +60,6 @@ def tokens_of(folder: Path, array: np.ndarray, shard_size: int) -> Tokens:
 def numbered(folder: Path, n: int, shard_size: int = 1000) -> Tokens:
     """A stream whose token number i is i, so that a row shows where it came from."""
     return tokens_of(folder, np.arange(n), shard_size)
-
-
-# --- tokenizer ------------------------------------------------------------------------------------
-
-
-@settings(derandomize=True)
-@given(any_text | text_with_marks.map("".join))
-def test_bytes_round_trip_any_text(text):
-    tokens = BYTES.encode_ordinary(text)
-    assert tokens == list(text.encode())
-    assert BYTES.decode(tokens) == text
-    assert token_bytes(BYTES)[tokens].sum() == len(text.encode())
-
-
-def test_bytes_vocabulary():
-    assert (BYTES.n_vocab, END) == (257, 256)
-    assert BYTES.decode([72, 105, END]) == "Hi<|endoftext|>"
-    assert END not in BYTES.encode_ordinary("<|endoftext|>")
-    assert token_bytes(BYTES).tolist() == [1] * 256 + [0]
-
-
-def test_half_a_surrogate_becomes_the_replacement_character():
-    assert BYTES.decode(BYTES.encode_ordinary("a\ud800b")) == "a\ufffdb"
-    assert BYTES.decode(BYTES.encode_ordinary("\ud834\udd1e")) == "𝄞"
-
-
-def test_token_bytes_with_merges_and_gaps():
-    ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256, b"abc": 257, "é".encode(): 300}
-    encoding = tiktoken.Encoding(
-        "merged", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 302}
-    )
-    sizes = token_bytes(encoding)
-    assert len(sizes) == 303 and sizes[[256, 257, 300, 301, 302]].tolist() == [2, 3, 2, 0, 0]
-    text = "abc abd ééab\n<|endoftext|>"
-    assert sizes[encoding.encode_ordinary(text)].sum() == len(text.encode())
-
-
-def test_unknown_encoding_names_the_nearest():
-    with pytest.raises(ValueError) as refused:
-        get_encoding("gtp2")
-    assert "nearest is 'gpt2'" in one_sentence(refused)
-
-
-@pytest.mark.parametrize("error", [requests.ConnectTimeout("slow"), PermissionError("cache")])
-def test_failed_download_says_what_to_do(monkeypatch, tmp_path, error):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-
-    def no_network(url, **options):
-        raise error
-
-    monkeypatch.setattr(requests, "get", no_network)
-    with pytest.raises(ValueError) as refused:
-        get_encoding("p50k_edit")
-    message = one_sentence(refused)
-    assert "'p50k_edit'" in message and "TIKTOKEN_CACHE_DIR" in message and "'bytes'" in message
 
 
 # --- shards ---------------------------------------------------------------------------------------
@@ -341,6 +291,38 @@ def test_too_short_for_one_window_is_refused(tmp_path):
     with pytest.raises(ValueError, match="largest block_size that fits is 32") as refused:
         Windows(tokens, 33, 0)
     assert str(tmp_path) in one_sentence(refused)
+
+
+# --- documents in a batch -------------------------------------------------------------------------
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 9), st.data())
+def test_documents_begin_after_an_end_and_with_each_window(batch, length, data):
+    rows = [[data.draw(st.sampled_from([0, 1, END])) for _ in range(length)] for _ in range(batch)]
+    expected, flat = [], [token for row in rows for token in row]
+    for i in range(len(flat)):
+        if i % length == 0 or flat[i - 1] == END:
+            expected.append(i)
+    found = document_cu_seqlens(torch.tensor(rows), END)
+    assert found.tolist() == [*expected, len(flat)] and found.dtype == torch.int64
+
+
+def test_documents_of_a_split_come_back_from_its_windows(tmp_path):
+    texts = ["first", "", "the third one", "4"]
+    write_dataset(tmp_path, BYTES, {"train": texts})
+    tokens = Tokens(tmp_path, "train")
+    ids = torch.from_numpy(tokens.read(0, len(tokens)))[None]
+    bounds = document_cu_seqlens(ids, END).tolist()
+    found = [BYTES.decode(ids[0, a : b - 1].tolist()) for a, b in zip(bounds, bounds[1:])]
+    assert found == texts
+
+
+def test_documents_need_windows():
+    for shape in [(8,), (1, 2, 3), (0, 4)]:
+        with pytest.raises(ValueError, match="windows") as refused:
+            document_cu_seqlens(torch.zeros(shape, dtype=torch.int64), END)
+        one_sentence(refused)
 
 
 # --- writing datasets -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from dataset import write_dataset  # noqa: E402
-from settings import lasting_output  # noqa: E402
+from prepare import command  # noqa: E402
 from tokenizer import get_encoding  # noqa: E402
 
 # pydoc_data is the manual as one generated string, which would be most of the validation split.
@@ -78,12 +78,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with lasting_output():
-        try:
-            main()
-        except OSError as error:
-            sys.exit(
-                f"error: the dataset cannot be made ({error}); give another --out_dir or mend that."
-            )
-        except KeyboardInterrupt:
-            sys.exit(130)
+    with command():
+        main()
