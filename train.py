@@ -27,11 +27,11 @@ from flops import run_steps, train_step_flops
 from measure import PEAK_FLOPS
 from model import MoR
 from modelconfig import ModelConfig
-from settings import TrainConfig, build, help_text, lasting_output, merge, parse
+from settings import TrainConfig, build, help_text, lasting_output, merge, parse, split_batch
 from tokenizer import get_encoding, token_bytes
 
 # Settings that decide which tokens a step reads: a resumed run must have them as they were.
-FIXED = ("dataset", "seed", "batch_size", "gradient_accumulation_steps")
+FIXED = ("dataset", "seed", "global_batch_size")
 
 
 # ---- setting up --------------------------------------------------------------------------------------
@@ -91,10 +91,11 @@ def set_up(given: dict, state: dict | None) -> Run:
     config, t = build(given)
     device = pick_device(t.device)
     on_gpu = device.startswith("cuda")
-    batch_size = t.batch_size or (64 if on_gpu else 8)
-    t = replace(t, batch_size=batch_size, max_iters=run_steps(config, t, batch_size))
-    settings = {k: v for k, v in given.items() if k not in ("resume", "out_dir")}
-    settings["batch_size"] = batch_size
+    t = split_batch(t, 64 if on_gpu else 8)
+    t = replace(t, max_iters=run_steps(config, t, t.batch_size))
+    own = ("resume", "out_dir", "gradient_accumulation_steps")  # of this start alone
+    settings = {k: v for k, v in given.items() if k not in own}
+    settings |= {"batch_size": t.batch_size, "global_batch_size": t.global_batch_size}
     start = state["step"] if state else 0
     if start >= t.max_iters:
         raise ValueError(
@@ -180,9 +181,9 @@ def update(run: Run, step: int) -> tuple[Tensor, list[dict]]:
     """One optimizer step; returns the gradient's norm and the figures of each forward pass."""
     t, model = run.t, run.model
     config, n_passes = model.config, t.gradient_accumulation_steps
-    torch.manual_seed(t.seed + (step + 1) * 1_000_003)  # random routing resumes as it was
     passes = []
     for number in range(step * n_passes, (step + 1) * n_passes):
+        torch.manual_seed(t.seed + (number + 1) * 1_000_003)  # random routing: a function of the pass
         if config.capacity_warmup:
             model.warm_up_capacity(number)
         x, y = run.rows.rows(number * t.batch_size, t.batch_size)
@@ -300,7 +301,7 @@ def train(run: Run) -> int:
     Logs to metrics.jsonl; returns the number of steps done.
     """
     t, config = run.t, run.model.config
-    tokens_per_step = t.batch_size * t.gradient_accumulation_steps * config.block_size
+    tokens_per_step = t.global_batch_size * config.block_size
     n_parameters = sum(p.numel() for p in run.model.parameters())
     print(
         f"{n_parameters / 1e6:.2f}M parameters in {max(config.plan) + 1} layers, unrolled to "
