@@ -109,8 +109,8 @@ def run_steps(config: ModelConfig, train: TrainConfig, batch_size: int) -> int:
     """Optimizer steps of a run: those given, or those that its budget of tokens or FLOPs pays."""
     sequences = train.global_batch_size or batch_size * (train.gradient_accumulation_steps or 1)
     tokens_per_step = sequences * config.block_size
-    if train.max_flops:
-        return budget_steps(config, train.max_flops, tokens_per_step)
+    if flops := max(train.max_flops, *train.budgets, 0):
+        return budget_steps(config, flops, tokens_per_step)
     if train.max_tokens:
         return max(1, round(train.max_tokens / tokens_per_step))
     return train.max_iters

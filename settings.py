@@ -8,6 +8,7 @@ plain assignments of literals. Unknown keys and wrong types are refused with the
 import ast
 import math
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ class TrainConfig:
     max_iters: int = setting(700, "budget in optimizer steps")
     max_tokens: int = setting(0, "budget in tokens, instead of max_iters")
     max_flops: float = setting(0.0, "budget in FLOPs as the paper counts, instead of max_iters")
+    budgets: tuple[float, ...] = setting((), "budgets in FLOPs: one plateau, a cool-down for each")
     learning_rate: float = setting(3e-3, "peak learning rate")
     schedule: str = setting("trapezoid", "trapezoid (linear up, plateau, linear down) or cosine")
     warmup_iters: int = setting(50, "steps of linear warm-up")
@@ -41,6 +43,7 @@ class TrainConfig:
     eval_interval: int = setting(250, "steps between evaluations and checkpoints")
     eval_iters: int = setting(16, "validation batches per evaluation")
     log_interval: int = setting(10, "steps between lines of metrics.jsonl")
+    parallel: str = setting("ddp", "under torchrun: ddp, or fsdp, which splits the weights as well")
     device: str = setting("auto", "cpu, cuda, cuda:1, …; auto: the GPU if there is one")
     dtype: str = setting("auto", "float32 or bfloat16 (autocast); auto: bfloat16 on a GPU")
     attention: str = setting(
@@ -49,6 +52,8 @@ class TrainConfig:
         "TRITON_INTERPRET=1, slowly)",
     )
     compile: str = setting("auto", "torch.compile: yes, no; auto: on a GPU, if one graph will do")
+    activation_checkpointing: bool = setting(False, "keep less and compute layers again, to save memory")
+    wandb: str = setting("", "project of Weights & Biases to report to as well")
     peak_flops: float = setting(0.0, "FLOP/s of the device for MFU; 0: looked up for known GPUs")
 
     def __post_init__(self):
@@ -57,6 +62,7 @@ class TrainConfig:
             ("dtype", ("auto", "float32", "bfloat16")),
             ("attention", ("auto", "plain", "triton")),
             ("compile", ("auto", "yes", "no")),
+            ("parallel", ("ddp", "fsdp")),
         ):
             value = getattr(self, name)
             if value not in options:
@@ -73,7 +79,11 @@ class TrainConfig:
         for name in (*BUDGETS, *SPLIT, "warmup_iters", "weight_decay", "grad_clip", "peak_flops"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be finite and not negative.")
-        if not any(getattr(self, name) for name in BUDGETS):
+        if not all(0 < b < math.inf for b in self.budgets) or len({*self.budgets}) < len(self.budgets):
+            raise ValueError(f"budgets={self.budgets} must be different numbers above 0 and finite.")
+        if self.budgets and self.schedule != "trapezoid":
+            raise ValueError(f"budgets need a plateau; set schedule='trapezoid', not {self.schedule!r}.")
+        if not any(getattr(self, name) for name in ALL_BUDGETS):
             raise ValueError("max_iters=0 leaves no step to train; give a budget of 1 or more.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must lie from 0 up to below 2**32.")
@@ -85,6 +95,7 @@ class TrainConfig:
 
 
 BUDGETS = ("max_iters", "max_tokens", "max_flops")
+ALL_BUDGETS = (*BUDGETS, "budgets")
 SPLIT = ("batch_size", "global_batch_size", "gradient_accumulation_steps")
 MOST_PASSES = 2**16
 FIELDS = {f.name: f for cls in (TrainConfig, ModelConfig) for f in fields(cls)}
@@ -188,15 +199,15 @@ def parse(argv: list[str]) -> dict:
 
 def merge(first: dict, then: dict) -> dict:
     """Both, the second winning; a budget given there replaces whatever budget stood before."""
-    if any(b in then for b in BUDGETS):
-        first = {k: v for k, v in first.items() if k not in BUDGETS}
+    if any(b in then for b in ALL_BUDGETS):
+        first = {k: v for k, v in first.items() if k not in ALL_BUDGETS}
     return {**first, **then}
 
 
 def build(given: dict) -> tuple[ModelConfig, TrainConfig]:
     """The two configurations, each field given, preset or default."""
     given = dict(given)
-    budgets = [b for b in BUDGETS if given.get(b)]
+    budgets = [b for b in ALL_BUDGETS if given.get(b)]
     if len(budgets) > 1:
         raise ValueError(f"{' and '.join(budgets)} are both budgets; give one of them.")
     if budgets:
@@ -249,7 +260,7 @@ def help_text(program: str) -> str:
     return "\n".join(lines)
 
 
-# ---- standard streams of a command -------------------------------------------------------------------
+# ---- streams and signals of a command ----------------------------------------------------------------
 
 
 def open_streams() -> None:
@@ -299,3 +310,23 @@ def lasting_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def stop_on_signals():
+    """Collects what asks to stop, for the loop to finish its step and save; a second Ctrl-C breaks."""
+    received, asking = [], [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        asking.append(signal.SIGHUP)
+
+    def note(number, frame):
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in asking}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
