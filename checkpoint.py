@@ -11,15 +11,16 @@ import os
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
+import distributed
 from dataset import whole_file
 from model import MoR
 from modelconfig import ModelConfig
-from settings import convert
+from settings import build, convert, merge
 
 try:
     import fcntl
@@ -34,8 +35,14 @@ KEYS = ("model", "model_config", "encoding", "step")  # the others are for going
 
 
 def save(path: Path, model: MoR, **state) -> None:
-    """Writes the model, its configuration and `state` (tensors and plain values) to `path`."""
+    """Writes the model, its configuration and `state` (tensors and plain values) to `path`.
+
+    All processes take part, since weights may be split among them; rank 0 writes.
+    """
     state = {"model": model.state_dict(), "model_config": asdict(model.config), **state}
+    state = distributed.whole(state)
+    if distributed.RANK:
+        return
     try:
         with whole_file(Path(os.path.realpath(path))) as file:  # a link stays, its target is replaced
             torch.save(state, file)
@@ -100,14 +107,53 @@ def load_moments(state: dict, optimizer: torch.optim.AdamW) -> None:
     """The moments of a loaded checkpoint; the optimizer's settings stay as they are now."""
     with this_version():
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parts = {}
         for number, moments in state["optimizer"]["state"].items():
             shape = parameters[number].shape
             for name, wanted in (("step", ()), ("exp_avg", shape), ("exp_avg_sq", shape)):
                 # The fused step trusts these: with others it writes where it must not.
                 if moments[name].shape != wanted or moments[name].layout != torch.strided:
                     raise TypeError(f"{name} of parameter {number} has another shape")
+            parts[number] = {n: distributed.part(x, parameters[number]) for n, x in moments.items()}
         groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
+        optimizer.load_state_dict({"state": parts, "param_groups": groups})
+
+
+# ---- going on ---------------------------------------------------------------------------------------
+
+# Settings that decide which tokens a step reads: a resumed run must have them as they were.
+FIXED = ("dataset", "seed", "global_batch_size")
+
+
+def resume(given: dict, folder: Path) -> tuple[dict, dict | None]:
+    """The settings, and the checkpoint to go on from, whose settings hold unless given anew."""
+    path, log = folder / "checkpoint.pt", folder / "metrics.jsonl"
+    distributed.any_of(False)  # what is about to be read is written
+    if not path.exists() and (folder / "plateau.pt").exists():
+        path = folder / "plateau.pt"
+    if not given.get("resume"):
+        if path.exists():
+            raise ValueError(
+                f"{path} exists already; add --resume to go on from it, or give another --out_dir."
+            )
+        if log.exists() and log.stat().st_size:
+            raise ValueError(f"{log} exists already; move it away, or give another --out_dir.")
+    if not given.get("resume") or (given.get("budgets") and not path.exists()):
+        return given, None
+    state = load(path, tuple(TYPES))
+    if not given.get("batch_size"):  # 0 is "as the device likes", and that is settled
+        given = {k: v for k, v in given.items() if k != "batch_size"}
+    with this_version():
+        before = ModelConfig(**state["model_config"]), build(state["settings"])[1]
+        given = merge(state["settings"], given) | {"out_dir": str(folder)}
+    for old, new, names in zip(before, build(given), ([f.name for f in fields(ModelConfig)], FIXED)):
+        for name in names:
+            if getattr(old, name) != getattr(new, name):
+                raise ValueError(
+                    f"{path} was trained with {name}={getattr(old, name)}, not {getattr(new, name)}; "
+                    "resume without that setting, or start anew in another --out_dir."
+                )
+    return given, state
 
 
 # ---- the folder of a run -----------------------------------------------------------------------------
@@ -116,6 +162,9 @@ def load_moments(state: dict, optimizer: torch.optim.AdamW) -> None:
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
     """Makes the folder and keeps other runs out of it; one that stays empty is removed again."""
+    if distributed.RANK:
+        yield
+        return
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY) if fcntl else None
@@ -151,16 +200,28 @@ def kept_up_to(path: Path, step: int) -> bytes:
 
 
 class Log:
-    """A file of JSON lines; those that a full disk does not take wait for the next try."""
+    """A file of JSON lines; those that a full disk does not take wait for the next try.
 
-    def __init__(self, path: Path, step: int):
+    Rank 0 keeps it, and reports to Weights & Biases as well if a project of it is given.
+    """
+
+    def __init__(self, path: Path, step: int, project: str = "", settings: dict | None = None):
+        self.path, self.waiting, self.file, self.project = path, b"", None, None
+        if distributed.RANK:
+            return
         kept = kept_up_to(path, step)
         with whole_file(path) as file:
             file.write(kept)
-        self.path, self.waiting = path, b""
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115
+        if project:
+            folder = str(path.parent)
+            self.project = import_wandb().init(project=project, name=folder, dir=folder, config=settings)
 
     def add(self, line: dict) -> None:
+        if self.file is None:
+            return
+        if self.project:
+            self.project.log(line, step=line["step"])
         self.waiting += json.dumps(line).encode() + b"\n"
         with suppress(OSError):
             self.flush()
@@ -168,3 +229,20 @@ class Log:
     def flush(self) -> None:
         while self.waiting:
             self.waiting = self.waiting[self.file.write(self.waiting) :]
+
+    def close(self) -> None:
+        if self.file:
+            self.file.close()
+        if self.project:
+            self.project.finish()
+
+
+def import_wandb():
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError(
+            "--wandb needs the package wandb, which is not installed; "
+            "`pip install wandb`, or leave --wandb out."
+        ) from None
+    return wandb

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from modelconfig import CHOICES, ModelConfig, preset
-from settings import TrainConfig, build, help_text, parse
+from settings import TrainConfig, build, help_text, parse, split_batch
 
 TRAINING = 3  # a training step is a forward pass and a backward pass of twice its FLOPs
 ROUTER_HIDDEN = {"linear": 0, "mlp": 2, "wide_mlp": 4}  # hidden widths in n_embd; 0: one matrix
@@ -107,9 +107,10 @@ def budget_steps(config: ModelConfig, flops: float, tokens_per_step: int) -> int
 
 def run_steps(config: ModelConfig, train: TrainConfig, batch_size: int) -> int:
     """Optimizer steps of a run: those given, or those that its budget of tokens or FLOPs pays."""
-    tokens_per_step = batch_size * train.gradient_accumulation_steps * config.block_size
-    if train.max_flops:
-        return budget_steps(config, train.max_flops, tokens_per_step)
+    sequences = train.global_batch_size or batch_size * (train.gradient_accumulation_steps or 1)
+    tokens_per_step = sequences * config.block_size
+    if flops := max(train.max_flops, *train.budgets, 0):
+        return budget_steps(config, flops, tokens_per_step)
     if train.max_tokens:
         return max(1, round(train.max_tokens / tokens_per_step))
     return train.max_iters
@@ -213,8 +214,9 @@ def cost_lines(config: ModelConfig, train: TrainConfig):
     yield "parameters", ", ".join(f"{short(n)} {name}" for n, name in zip(parameters(config), names))
     paper, exact = paper_flops(config), exact_flops(config)
     yield "FLOPs per token", f"{short(paper)} as the paper counts, {short(exact)} exact"
-    batch, passes = train.batch_size or 8, train.gradient_accumulation_steps
-    tokens = batch * passes * config.block_size
+    split = split_batch(train)
+    batch, passes = split.batch_size, split.gradient_accumulation_steps
+    tokens = split.global_batch_size * config.block_size
     note = "" if train.batch_size else " (batch_size=0: as on a CPU)"
     yield "tokens per step", f"{tokens:,} = {batch} sequences x {passes} x {config.block_size}{note}"
     backward = f"{short(train_step_flops(config, tokens))} with backward"

@@ -26,9 +26,12 @@ class PassKV:
     def begin(self, rows: Ragged) -> None:
         self.all_rows = rows
 
-    def enter(self, rows: Ragged, step: int | None) -> None:
-        """The layers from here on run on these rows."""
-        self.rows, self.mask = rows, None
+    def enter(self, rows: Ragged, step: int | None) -> "PassKV":
+        """What layers that run on these rows attend through, also when they are computed again."""
+        entered = PassKV(self.config, self.attention)
+        entered.made, entered.all_rows = self.made, self.all_rows
+        entered.rows, entered.mask = rows, None
+        return entered
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Attention (n, H, D) of unrolled layer `layer`; k and v are None where it reuses older ones."""
@@ -36,7 +39,7 @@ class PassKV:
         own = self.config.kv_mode == "recursion" or index is None  # queries and keys are the same rows
         if self.config.kv_mode != "recursion":
             if source == layer:
-                self.made[layer] = k, v
+                self.made.setdefault(layer, (k, v))  # not those that are computed again
             shared_k, shared_v = self.made[source]
             if k is None:
                 k, v = shared_k, shared_v
@@ -72,7 +75,7 @@ class KVCache:
         """Opens a pass over new tokens, at positions `seen` and up of every sequence."""
         self.seen = self.seen + rows.cu_seqlens.diff()
 
-    def enter(self, rows: Ragged, step: int | None) -> None:
+    def enter(self, rows: Ragged, step: int | None) -> "KVCache":
         sequence, counts = rows.sequence(), rows.cu_seqlens.diff()
         rank = torch.arange(len(sequence), device=sequence.device) - rows.cu_seqlens[sequence]
         place = rows.pos
@@ -86,6 +89,7 @@ class KVCache:
         visible[self.padded] = place + 1
         self.n_key = int(visible.max())
         self.mask = torch.arange(self.n_key, device=self.device) < visible[:, None, :, None]
+        return self
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if k is not None:

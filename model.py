@@ -8,10 +8,12 @@ alike; only attention (kvcache.py, kernels.py) knows which rows belong together.
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import router as routing
 from kvcache import KVCache, PassKV
@@ -115,6 +117,7 @@ class MoR(nn.Module):
         self.register_buffer("cos", angle.cos().float(), persistent=False)
         self.register_buffer("sin", angle.sin().float(), persistent=False)
         self.attention = "auto"  # who computes attention over whole sequences: kernels.runs_triton
+        self.recompute = False  # whether the backward pass computes layers again, to hold less
         self.capacity = c.capacity  # what training uses now; capacity warm-up moves it
 
     def warm_up_capacity(self, passes: int) -> None:
@@ -171,10 +174,14 @@ class MoR(nn.Module):
 
     def run(self, layers: list[int], x: Tensor, rows: Ragged, kv, step: int | None) -> Tensor:
         """Applies unrolled layers to x (n, d), the rows of recursion step `step`."""
-        kv.enter(rows, step)
+        kv = kv.enter(rows, step)
         cos, sin = self.cos[rows.pos], self.sin[rows.pos]
+        recompute = self.recompute and torch.is_grad_enabled()
         for layer in layers:
-            x = self.model.layers[self.config.plan[layer]](x, cos, sin, kv, layer)
+            apply = self.model.layers[self.config.plan[layer]]
+            if recompute:
+                apply = partial(checkpoint, apply, use_reentrant=False, preserve_rng_state=False)
+            x = apply(x, cos, sin, kv, layer)
         return x
 
     def expert_choice(self, x: Tensor, rows: Ragged, kv, window: int | None, max_depth: int):

@@ -8,10 +8,11 @@ plain assignments of literals. Unknown keys and wrong types are refused with the
 import ast
 import math
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from modelconfig import PRESETS, ModelConfig, nearest, preset, setting
@@ -24,11 +25,13 @@ class TrainConfig:
     dataset: str = setting("pystdlib", "folder below data/ with the prepared shards")
     resume: bool = setting(False, "go on from the checkpoint in out_dir")
     seed: int = setting(1337, "seed of weights, batches and random routing")
-    batch_size: int = setting(0, "sequences per process and pass; 0: 8 on a CPU, 64 on a GPU")
-    gradient_accumulation_steps: int = setting(1, "forward and backward passes per optimizer step")
+    batch_size: int = setting(0, "sequences per process and pass; auto or 0: 8, on a GPU all that fit")
+    global_batch_size: int = setting(0, "sequences per optimizer step; 0: those of all passes")
+    gradient_accumulation_steps: int = setting(0, "passes per step; 0: as many as that takes, else 1")
     max_iters: int = setting(700, "budget in optimizer steps")
     max_tokens: int = setting(0, "budget in tokens, instead of max_iters")
     max_flops: float = setting(0.0, "budget in FLOPs as the paper counts, instead of max_iters")
+    budgets: tuple[float, ...] = setting((), "budgets in FLOPs: one plateau, a cool-down for each")
     learning_rate: float = setting(3e-3, "peak learning rate")
     schedule: str = setting("trapezoid", "trapezoid (linear up, plateau, linear down) or cosine")
     warmup_iters: int = setting(50, "steps of linear warm-up")
@@ -40,6 +43,7 @@ class TrainConfig:
     eval_interval: int = setting(250, "steps between evaluations and checkpoints")
     eval_iters: int = setting(16, "validation batches per evaluation")
     log_interval: int = setting(10, "steps between lines of metrics.jsonl")
+    parallel: str = setting("ddp", "under torchrun: ddp, or fsdp, which splits the weights as well")
     device: str = setting("auto", "cpu, cuda, cuda:1, …; auto: the GPU if there is one")
     dtype: str = setting("auto", "float32 or bfloat16 (autocast); auto: bfloat16 on a GPU")
     attention: str = setting(
@@ -48,6 +52,8 @@ class TrainConfig:
         "TRITON_INTERPRET=1, slowly)",
     )
     compile: str = setting("auto", "torch.compile: yes, no; auto: on a GPU, if one graph will do")
+    activation_checkpointing: bool = setting(False, "keep less and compute layers again, to save memory")
+    wandb: str = setting("", "project of Weights & Biases to report to as well")
     peak_flops: float = setting(0.0, "FLOP/s of the device for MFU; 0: looked up for known GPUs")
 
     def __post_init__(self):
@@ -56,6 +62,7 @@ class TrainConfig:
             ("dtype", ("auto", "float32", "bfloat16")),
             ("attention", ("auto", "plain", "triton")),
             ("compile", ("auto", "yes", "no")),
+            ("parallel", ("ddp", "fsdp")),
         ):
             value = getattr(self, name)
             if value not in options:
@@ -63,16 +70,20 @@ class TrainConfig:
                     f"{name}={value!r} is not known; the nearest choice is {nearest(value, options)!r} "
                     f"of {', '.join(options)}."
                 )
-        for name in ("gradient_accumulation_steps", "eval_interval", "eval_iters", "log_interval"):
+        for name in ("eval_interval", "eval_iters", "log_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("batch_size", "gradient_accumulation_steps"):
+        for name in SPLIT:
             if getattr(self, name) > MOST_PASSES:
                 raise ValueError(f"{name}={getattr(self, name)} must be at most {MOST_PASSES}.")
-        for name in (*BUDGETS, "batch_size", "warmup_iters", "weight_decay", "grad_clip", "peak_flops"):
+        for name in (*BUDGETS, *SPLIT, "warmup_iters", "weight_decay", "grad_clip", "peak_flops"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be finite and not negative.")
-        if not any(getattr(self, name) for name in BUDGETS):
+        if not all(0 < b < math.inf for b in self.budgets) or len({*self.budgets}) < len(self.budgets):
+            raise ValueError(f"budgets={self.budgets} must be different numbers above 0 and finite.")
+        if self.budgets and self.schedule != "trapezoid":
+            raise ValueError(f"budgets need a plateau; set schedule='trapezoid', not {self.schedule!r}.")
+        if not any(getattr(self, name) for name in ALL_BUDGETS):
             raise ValueError("max_iters=0 leaves no step to train; give a budget of 1 or more.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must lie from 0 up to below 2**32.")
@@ -84,6 +95,8 @@ class TrainConfig:
 
 
 BUDGETS = ("max_iters", "max_tokens", "max_flops")
+ALL_BUDGETS = (*BUDGETS, "budgets")
+SPLIT = ("batch_size", "global_batch_size", "gradient_accumulation_steps")
 MOST_PASSES = 2**16
 FIELDS = {f.name: f for cls in (TrainConfig, ModelConfig) for f in fields(cls)}
 
@@ -99,6 +112,8 @@ def convert(key: str, value, source: str):
             f"{source}: there is no setting {key!r}; the nearest is {nearest(key, FIELDS)!r}."
         )
     wanted = FIELDS[key].type
+    if key == "batch_size" and value == "auto":
+        return 0
     if wanted is str and isinstance(value, str):
         return value
     if isinstance(value, str):
@@ -171,20 +186,28 @@ def parse(argv: list[str]) -> dict:
             raise ValueError(f"{arg}: one config file is read, and there is one before it already.")
         else:
             from_file = read_config(arg)
+    recipe = (from_file or {}).get("global_batch_size")
+    if recipe and typed.get("batch_size") and not set(SPLIT[1:]) & set(typed):
+        # A try on a small machine is not to take a thousand passes a step.
+        print(
+            f"note: --batch_size={typed['batch_size']} replaces the global batch of {recipe} sequences; "
+            f"to keep it and read it in smaller passes, add --global_batch_size={recipe}"
+        )
+        del from_file["global_batch_size"]
     return merge(from_file or {}, typed)
 
 
 def merge(first: dict, then: dict) -> dict:
     """Both, the second winning; a budget given there replaces whatever budget stood before."""
-    if any(b in then for b in BUDGETS):
-        first = {k: v for k, v in first.items() if k not in BUDGETS}
+    if any(b in then for b in ALL_BUDGETS):
+        first = {k: v for k, v in first.items() if k not in ALL_BUDGETS}
     return {**first, **then}
 
 
 def build(given: dict) -> tuple[ModelConfig, TrainConfig]:
     """The two configurations, each field given, preset or default."""
     given = dict(given)
-    budgets = [b for b in BUDGETS if given.get(b)]
+    budgets = [b for b in ALL_BUDGETS if given.get(b)]
     if len(budgets) > 1:
         raise ValueError(f"{' and '.join(budgets)} are both budgets; give one of them.")
     if budgets:
@@ -195,6 +218,35 @@ def build(given: dict) -> tuple[ModelConfig, TrainConfig]:
         model = preset(given["preset"], **model)
     train = {k: v for k, v in given.items() if k not in own}
     return ModelConfig(**model), TrainConfig(**train)
+
+
+def split_batch(t: TrainConfig, most: int = 8, n_process: int = 1) -> TrainConfig:
+    """A step's sequences split into processes and passes, of up to `most` where t names no number."""
+    size, passes = t.batch_size, t.gradient_accumulation_steps
+    if not t.global_batch_size:
+        size, passes = size or most, passes or 1
+        whole = size * passes * n_process
+        return replace(t, batch_size=size, gradient_accumulation_steps=passes, global_batch_size=whole)
+    share, rest = divmod(t.global_batch_size, n_process)
+    if rest:
+        raise ValueError(
+            f"global_batch_size={t.global_batch_size} does not divide among {n_process} processes; "
+            f"the nearest that does is {max(1, round(t.global_batch_size / n_process)) * n_process}."
+        )
+    fitting = [n for n in range(1, share + 1) if share % n == 0]
+    size = size or (share // passes if passes else max(n for n in fitting if n <= max(1, most)))
+    if size not in fitting:
+        raise ValueError(
+            f"batch_size={size} does not divide a process's {share} sequences of "
+            f"global_batch_size={t.global_batch_size}; the nearest that does is "
+            f"{min(fitting, key=lambda n: abs(n - size))}."
+        )
+    if passes not in (0, share // size):
+        raise ValueError(
+            f"gradient_accumulation_steps={passes} of batch_size={size} in {n_process} process(es) are "
+            f"not global_batch_size={t.global_batch_size}; leave gradient_accumulation_steps out."
+        )
+    return replace(t, batch_size=size, gradient_accumulation_steps=share // size)
 
 
 def help_text(program: str) -> str:
@@ -208,7 +260,7 @@ def help_text(program: str) -> str:
     return "\n".join(lines)
 
 
-# ---- standard streams of a command -------------------------------------------------------------------
+# ---- streams and signals of a command ----------------------------------------------------------------
 
 
 def open_streams() -> None:
@@ -258,3 +310,23 @@ def lasting_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def stop_on_signals():
+    """Collects what asks to stop, for the loop to finish its step and save; a second Ctrl-C breaks."""
+    received, asking = [], [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        asking.append(signal.SIGHUP)
+
+    def note(number, frame):
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in asking}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_file
 from model import MoR, lm_loss
-from modelconfig import ModelConfig, preset
+from modelconfig import CHOICES, ModelConfig, preset
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -769,6 +769,49 @@ def test_bfloat16_autocast_is_close_and_routes_in_float32(routed):
     assert F.cosine_similarity(grad, half_grad, 0) > 0.99
     assert half_grad.norm().item() == pytest.approx(grad.norm().item(), rel=0.05)
     assert set(dtypes) == ({(torch.float32, torch.float32)} if routed != "none" else set())
+
+
+# ---- activation checkpointing --------------------------------------------------------------------
+
+
+def gradients(model: MoR, run, recompute: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The loss of a fixed batch and its gradients, and how often a layer was computed."""
+    model.recompute = recompute
+    draw = torch.Generator().manual_seed(5)
+    ids, targets = (torch.randint(0, 37, (3, 16), generator=draw) for _ in range(2))
+    model.zero_grad()
+    loss, _ = run(ids, targets)
+    loss.backward()
+    return loss, [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("routing", CHOICES["routing"])
+@pytest.mark.parametrize("kv_mode", CHOICES["kv_mode"])
+@pytest.mark.parametrize("attention", ["plain", "triton"])
+def test_layers_computed_again_give_the_same_gradients(routing, kv_mode, attention):
+    if routing == "none" and kv_mode == "shared_update":
+        return
+    model = random_model(
+        ModelConfig(vocab_size=37, block_size=16, n_layer=8, n_head=2, n_kv_head=1, n_embd=32,
+                    n_ffn=24, routing=routing, kv_mode=kv_mode), 0)  # fmt: skip
+    model.attention = attention
+    kept, calls = gradients(model, model, False), []
+    model.model["layers"][1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    again = gradients(model, model, True)
+    assert len(calls) == 2 * sum(plan == 1 for plan in model.config.plan)
+    torch.testing.assert_close(again, kept, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "expert", "expert_shared"])
+def test_layers_computed_again_can_be_compiled(kind):
+    torch._dynamo.reset()
+    model = random_model(
+        ModelConfig(vocab_size=37, block_size=16, n_layer=5, n_head=2, n_kv_head=1, n_embd=16,
+                    n_ffn=24, **COMPILED[kind]), 0)  # fmt: skip
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(
+        gradients(model, compiled, True), gradients(model, model, False), rtol=1e-4, atol=1e-5
+    )
 
 
 # ---- torch.compile -------------------------------------------------------------------------------

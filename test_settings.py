@@ -12,8 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flops import budget_steps, run_steps
 from modelconfig import CHOICES, KINDS, PRESETS, SIZES, ModelConfig, fitting_depths, preset
-from settings import BUDGETS, FIELDS, TrainConfig, build, help_text, merge, parse, read_config
+from settings import (
+    BUDGETS,
+    FIELDS,
+    SPLIT,
+    TrainConfig,
+    build,
+    help_text,
+    merge,
+    parse,
+    read_config,
+    split_batch,
+)
 
 HERE = Path(__file__).parent
 INFINITY = float("inf")
@@ -281,18 +293,97 @@ def test_unknown_choices_of_training_name_the_nearest(key, bad, good):
 
 
 @pytest.mark.parametrize("key, bad, good", [
-    *((k, 0, 1) for k in ("gradient_accumulation_steps", "eval_interval", "eval_iters", "log_interval")),
-    *((k, -1, 0) for k in ("batch_size", "warmup_iters", "weight_decay", "grad_clip", "peak_flops")),
+    *((k, 0, 1) for k in ("eval_interval", "eval_iters", "log_interval")),
+    *((k, -1, 0) for k in (*SPLIT, "warmup_iters", "weight_decay", "grad_clip", "peak_flops")),
     *((k, -1, 1) for k in BUDGETS),
     *((k, INFINITY, 1) for k in ("max_flops", "weight_decay", "grad_clip", "peak_flops")),
     ("seed", -1, 0), ("seed", 2**32, 2**32 - 1), ("learning_rate", INFINITY, 1),
     ("learning_rate", 0, 1e-9), ("learning_rate", -1e-3, 1e-3), ("learning_rate", float("nan"), 1e-3),
-    *((k, 2**16 + 1, 2**16) for k in ("batch_size", "gradient_accumulation_steps")),
+    *((k, 2**16 + 1, 2**16) for k in SPLIT),
     ("beta1", 1, 0.99), ("beta2", -0.1, 0), ("cooldown", 1, 0.99), ("cooldown", -0.1, 0),
 ])  # fmt: skip
 def test_absurd_training_settings_are_refused(key, bad, good):
     assert f"{key}={bad}" in refusal(TrainConfig, **{key: bad})
     TrainConfig(**{key: good})
+
+
+# ---- a step's sequences --------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.integers(0, 12), st.integers(0, 48), st.integers(0, 5), st.integers(1, 5), st.integers(1, 9))
+def test_a_step_splits_evenly_or_is_refused(size, whole, passes, n_process, most):
+    t = TrainConfig(
+        batch_size=size, global_batch_size=whole, gradient_accumulation_steps=passes, max_iters=1
+    )
+    try:
+        split = split_batch(t, most, n_process)
+    except ValueError:
+        message = refusal(split_batch, t, most, n_process)
+        if named := re.search(r"(\w+)=\d+ does.*nearest that does is (\d+)", message):
+            split_batch(
+                TrainConfig(**{"global_batch_size": whole, named[1]: int(named[2])}), most, n_process
+            )
+        assert whole and (size or passes or whole % n_process)
+        return
+    n, per_pass = split.gradient_accumulation_steps, split.batch_size
+    assert split.global_batch_size == n * per_pass * n_process
+    assert (split.global_batch_size, per_pass, n) == (
+        whole or n * per_pass * n_process,
+        size or per_pass,
+        passes or n,
+    )
+    assert size or passes or per_pass <= most
+    assert split_batch(split, most, n_process) == split
+
+
+def test_a_batch_size_typed_replaces_the_global_batch_of_a_file(tmp_path, capsys):
+    path = write(tmp_path, "global_batch_size = 1024")
+    assert parse([path, "--batch_size=2"]) == {"batch_size": 2}
+    assert "add --global_batch_size=1024" in capsys.readouterr().out
+    for more in (["--batch_size=auto"], ["--batch_size=2", "--global_batch_size=1024"], []):
+        assert parse([path, *more])["global_batch_size"] == 1024
+    assert parse([path, "--batch_size=2", "--global_batch_size=6"])["global_batch_size"] == 6
+    assert capsys.readouterr().out == "" and parse(["--batch_size=auto"]) == {"batch_size": 0}
+
+
+# ---- the published runs --------------------------------------------------------------------------
+
+RUNS = {
+    "vanilla": ("none", 1, "recursion"), "recursive_r2": ("none", 2, "recursion"),
+    "recursive_r3": ("none", 3, "recursion"), "recursive_r4": ("none", 4, "recursion"),
+    "mor_expert_r2": ("expert", 2, "recursion"), "mor_expert_r3": ("expert", 3, "recursion"),
+    "mor_expert_r4": ("expert", 4, "recursion"), "mor_token_r3": ("token", 3, "recursion"),
+    "mor_expert_r3_shared": ("expert", 3, "shared"),
+}  # fmt: skip
+LENGTHS = {  # steps published for 360M
+    "vanilla": 9438, "recursive_r2": 9438, "recursive_r3": 9438, "recursive_r4": 8883,
+    "mor_expert_r2": 12619, "mor_expert_r3": 14161, "mor_expert_r4": 14216, "mor_token_r3": 14161,
+    "mor_expert_r3_shared": 14672,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", ["135m", "360m"])
+@pytest.mark.parametrize("run", RUNS)
+def test_config_files_are_the_published_runs(run, size):
+    kind, _, rest = run.partition("_")
+    given_settings = read_config(str(HERE / "config" / f"{kind}_{size}{rest and '_' + rest}.py"))
+    model, train = build(given_settings)
+    assert (model.routing, model.n_recursion, model.kv_mode) == RUNS[run]
+    assert (model.n_embd, model.vocab_size) == ({"135m": 576, "360m": 960}[size], 49152)
+    assert model.z_coeff == (1e-5 if model.routing == "token" else 0)
+    recipe = dict(
+        dataset="fineweb_edu", global_batch_size=1024, max_flops=16.5e18, learning_rate=3e-3,
+        schedule="trapezoid", cooldown=0.2, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0,
+    )  # fmt: skip
+    assert {k: getattr(train, k) for k in recipe} == recipe
+    assert model.block_size == 2048 and train.out_dir.startswith("out-" + kind)
+    assert train.warmup_iters == round(0.05 * budget_steps(model, 2e18, 1024 * 2048))
+    if size == "360m":
+        assert abs(run_steps(model, train, 8) - LENGTHS[run]) <= 1
+        assert run not in ("vanilla", "mor_expert_r3") or train.warmup_iters == (
+            57 if run == "vanilla" else 86
+        )
 
 
 def test_no_steps_at_all_are_refused():

@@ -7,11 +7,10 @@ nothing had happened.
 """
 
 import math
-import signal
 import sys
 import time
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields, replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,19 +19,26 @@ from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
+import distributed
 import router as routing
+from branches import Branch, check, learning_rate, plan, warmup_iters
 from dataset import Windows, open_dataset
+from distributed import RANK, WORLD
 from engine import generate, out_of_memory, pick_device, pieces, tokens_with_depths
 from flops import run_steps, train_step_flops
 from measure import PEAK_FLOPS
 from model import MoR
 from modelconfig import ModelConfig
-from settings import TrainConfig, build, help_text, lasting_output, merge, parse
+from settings import (
+    TrainConfig,
+    build,
+    help_text,
+    lasting_output,
+    parse,
+    split_batch,
+    stop_on_signals,
+)
 from tokenizer import get_encoding, token_bytes
-
-# Settings that decide which tokens a step reads: a resumed run must have them as they were.
-FIXED = ("dataset", "seed", "batch_size", "gradient_accumulation_steps")
-
 
 # ---- setting up --------------------------------------------------------------------------------------
 
@@ -50,40 +56,15 @@ class Run:
     val: Windows
     data: dict  # the checksums of both
     model: MoR
-    compiled: torch.nn.Module  # the same model, or compiled
+    module: torch.nn.Module  # what a step calls: the same model, compiled, or among processes
     optimizer: torch.optim.AdamW
+    branches: list[Branch]
     start: int  # steps that are done already
+    end: int  # steps to do: all, or those of the plateau that the branches share
 
     @property
     def checkpoint(self) -> Path:
         return Path(self.t.out_dir) / "checkpoint.pt"
-
-
-def read_checkpoint(given: dict, folder: Path) -> tuple[dict, dict | None]:
-    """The settings, and the checkpoint to go on from, whose settings hold unless given anew."""
-    path, log = folder / "checkpoint.pt", folder / "metrics.jsonl"
-    if not given.get("resume"):
-        if path.exists():
-            raise ValueError(
-                f"{path} exists already; add --resume to go on from it, or give another --out_dir."
-            )
-        if log.exists() and log.stat().st_size:
-            raise ValueError(f"{log} exists already; move it away, or give another --out_dir.")
-        return given, None
-    state = checkpoint.load(path, tuple(checkpoint.TYPES))
-    if not given.get("batch_size"):  # 0 is "as the device likes", and that is settled
-        given = {k: v for k, v in given.items() if k != "batch_size"}
-    with checkpoint.this_version():
-        before = ModelConfig(**state["model_config"]), build(state["settings"])[1]
-        given = merge(state["settings"], given) | {"out_dir": str(folder)}
-    for old, new, names in zip(before, build(given), ([f.name for f in fields(ModelConfig)], FIXED)):
-        for name in names:
-            if getattr(old, name) != getattr(new, name):
-                raise ValueError(
-                    f"{path} was trained with {name}={getattr(old, name)}, not {getattr(new, name)}; "
-                    "resume without that setting, or start anew in another --out_dir."
-                )
-    return given, state
 
 
 def set_up(given: dict, state: dict | None) -> Run:
@@ -91,16 +72,24 @@ def set_up(given: dict, state: dict | None) -> Run:
     config, t = build(given)
     device = pick_device(t.device)
     on_gpu = device.startswith("cuda")
-    batch_size = t.batch_size or (64 if on_gpu else 8)
-    t = replace(t, batch_size=batch_size, max_iters=run_steps(config, t, batch_size))
-    settings = {k: v for k, v in given.items() if k not in ("resume", "out_dir")}
-    settings["batch_size"] = batch_size
+    t = split_batch(t, 64 if on_gpu else 8, WORLD)
+    t = replace(t, max_iters=run_steps(config, t, t.batch_size))
+    branches, end = plan(config, t), t.max_iters
+    if branches:
+        end = branches[-1].start
+        t = t if "warmup_iters" in given else replace(t, warmup_iters=warmup_iters(branches))
+        check(branches, state, t.out_dir)
+    own = ("resume", "out_dir", "gradient_accumulation_steps")  # of this start alone
+    settings = {k: v for k, v in given.items() if k not in own}
+    settled = ("batch_size", "global_batch_size", "warmup_iters")
+    settings |= {name: getattr(t, name) for name in settled}
     start = state["step"] if state else 0
-    if start >= t.max_iters:
+    if start >= t.max_iters or start > end:
         raise ValueError(
             f"{t.out_dir} is at step {start} of {t.max_iters}; go on with a larger --max_iters."
         )
-    train_tokens, val_tokens = open_dataset(t.dataset)
+    with distributed.rank_0_first():
+        train_tokens, val_tokens = open_dataset(t.dataset)
     data = {"train": train_tokens.checksums, "val": val_tokens.checksums}
     if state and state["data"] != data:
         raise ValueError(
@@ -116,10 +105,15 @@ def set_up(given: dict, state: dict | None) -> Run:
     rows, val = (Windows(tokens, config.block_size, t.seed) for tokens in (train_tokens, val_tokens))
     torch.manual_seed(t.seed)
     model = checkpoint.load_model(state, device).train() if state else MoR(config).to(device)
+    model.attention, model.recompute = t.attention, t.activation_checkpointing
+    if t.parallel == "fsdp":
+        distributed.shard(model)
     optimizer = make_optimizer(model, t)
     if state:
         checkpoint.load_moments(state, optimizer)
-    model.attention = t.attention
+    module = torch.compile(model) if compiles(config, t, on_gpu) else model
+    if t.parallel == "ddp":
+        module = distributed.replicate(module)
     bfloat16 = t.dtype == "bfloat16" or (t.dtype == "auto" and on_gpu)
     return Run(
         t=t,
@@ -131,9 +125,11 @@ def set_up(given: dict, state: dict | None) -> Run:
         val=val,
         data=data,
         model=model,
-        compiled=torch.compile(model) if compiles(config, t, on_gpu) else model,
+        module=module,
         optimizer=optimizer,
+        branches=branches,
         start=start,
+        end=end,
     )
 
 
@@ -166,31 +162,24 @@ def peak_flops(t: TrainConfig, device: str) -> float:
 # ---- steps -------------------------------------------------------------------------------------------
 
 
-def learning_rate(t: TrainConfig, step: int) -> float:
-    """The rate of a step: linear warm-up, then a plateau with a linear end, or a cosine, down to 0."""
-    warm = min(1.0, (step + 1) / max(1, t.warmup_iters))
-    if t.schedule == "cosine":
-        done = max(0, step - t.warmup_iters) / max(1, t.max_iters - t.warmup_iters)
-        return t.learning_rate * min(warm, 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
-    left = (t.max_iters - step) / max(1.0, t.cooldown * t.max_iters)
-    return t.learning_rate * min(warm, left, 1.0)
-
-
 def update(run: Run, step: int) -> tuple[Tensor, list[dict]]:
     """One optimizer step; returns the gradient's norm and the figures of each forward pass."""
     t, model = run.t, run.model
     config, n_passes = model.config, t.gradient_accumulation_steps
-    torch.manual_seed(t.seed + (step + 1) * 1_000_003)  # random routing resumes as it was
     passes = []
-    for number in range(step * n_passes, (step + 1) * n_passes):
+    for n in range(n_passes):
+        number = (step * n_passes + n) * WORLD + RANK
+        torch.manual_seed(t.seed + (number + 1) * 1_000_003)  # random routing: a function of the pass
         if config.capacity_warmup:
             model.warm_up_capacity(number)
         x, y = run.rows.rows(number * t.batch_size, t.batch_size)
+        distributed.average_gradients(run.module, n == n_passes - 1)
         with run.autocast:
-            loss, figures = run.compiled(x.to(run.device), y.to(run.device))
+            loss, figures = run.module(x.to(run.device), y.to(run.device))
         (loss / n_passes).backward()
         passes.append({"total_loss": loss.detach(), **figures})
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
+    norm = distributed.whole(norm)
     if not torch.stack([norm, *(p["total_loss"] for p in passes)]).isfinite().all():
         path = run.checkpoint
         again = (
@@ -205,9 +194,14 @@ def update(run: Run, step: int) -> tuple[Tensor, list[dict]]:
     run.optimizer.step()
     run.optimizer.zero_grad()
     if config.routing == "token" and config.balancing == "loss_free":
-        counts = sum(p["counts"] for p in passes)
+        counts = distributed.total(sum(p["counts"] for p in passes))
         routing.update_balance_bias(model.router[0].balance_bias, counts, config.balance_rate)
     return norm, passes
+
+
+def of_all_processes(passes: list[dict]) -> list[dict]:
+    """The passes of every process, on the CPU."""
+    return distributed.gather([{name: x.cpu() for name, x in p.items()} for p in passes])
 
 
 def mean_figures(passes: list[dict]) -> dict:
@@ -235,15 +229,20 @@ def evaluate(run: Run) -> dict[str, dict]:
     t, model, device = run.t, run.model, run.device
     model.eval()
     x, y = run.val.in_order(t.eval_iters * t.batch_size)
+    batches = list(zip(x.split(t.batch_size), y.split(t.batch_size)))
     n_bytes = int(token_bytes(run.encoding)[y.numpy()].sum())
     results = {}
     for rule in ("top-k", "causal") if model.config.routing == "expert" else ("causal",):
-        passes, nats = [], 0.0
-        for xs, ys in zip(x.split(t.batch_size), y.split(t.batch_size)):
+        passes = []
+        # Each process makes as many passes: a sharded model's weights come from all of them.
+        for first in range(0, len(batches), WORLD):
+            number = first + RANK
+            xs, ys = batches[min(number, len(batches) - 1)]
             with run.autocast:
                 _, figures = model(xs.to(device), ys.to(device), rule=rule)
-            nats += figures["lm_loss"].item() * ys.numel()
-            passes.append(figures)
+            passes += [figures | {"tokens": torch.tensor(ys.numel())}] if number < len(batches) else []
+        passes = of_all_processes(passes)
+        nats = sum(p["lm_loss"].item() * p.pop("tokens").item() for p in passes)
         results[rule] = mean_figures(passes) | {
             "loss": nats / y.numel(),
             "bits_per_byte": nats / math.log(2) / max(1, n_bytes),
@@ -259,9 +258,9 @@ def describe(results: dict[str, dict]) -> str:
     )
 
 
-def save(run: Run, step: int) -> None:
+def save(run: Run, step: int, path: Path) -> None:
     checkpoint.save(
-        run.checkpoint,
+        path,
         run.model,
         optimizer=run.optimizer.state_dict(),
         encoding=run.encoding.name,
@@ -271,61 +270,45 @@ def save(run: Run, step: int) -> None:
     )
 
 
-@contextmanager
-def stop_on_signals():
-    """Collects what asks to stop, for the loop to finish its step and save; a second Ctrl-C breaks."""
-    received, asking = [], [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-        asking.append(signal.SIGHUP)
-
-    def note(number, frame):
-        if received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    before = {number: signal.signal(number, note) for number in asking}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 # ---- the run -----------------------------------------------------------------------------------------
 
 
 def train(run: Run) -> int:
-    """Steps until the budget is spent or a signal comes, with a checkpoint at the end either way.
+    """Steps until the budget or the plateau ends or a signal comes, with a checkpoint at the end.
 
     Logs to metrics.jsonl; returns the number of steps done.
     """
-    t, config = run.t, run.model.config
-    tokens_per_step = t.batch_size * t.gradient_accumulation_steps * config.block_size
+    t, config, done = run.t, run.model.config, run.start
+    if done == run.end:
+        return done
+    tokens_per_step = t.global_batch_size * config.block_size
     n_parameters = sum(p.numel() for p in run.model.parameters())
     print(
         f"{n_parameters / 1e6:.2f}M parameters in {max(config.plan) + 1} layers, unrolled to "
-        f"{config.n_layer}; {t.max_iters} steps of {tokens_per_step} tokens on {run.device}, "
+        f"{config.n_layer}; {run.end} steps of {tokens_per_step} tokens on {run.device}, "
         f"to {run.checkpoint}"
     )
     step_flops, peak = train_step_flops(config, tokens_per_step), peak_flops(t, run.device)
-    log = checkpoint.Log(run.checkpoint.with_name("metrics.jsonl"), run.start)
+    log_path = run.checkpoint.with_name("metrics.jsonl")
+    log = checkpoint.Log(log_path, run.start, t.wandb, run.settings)
     clock = began = time.perf_counter()
     clock_step, saved, evaluating = run.start, run.start, 0.0
     with (
         stop_on_signals() as signals,
-        closing(log.file),
-        tqdm(total=t.max_iters, initial=run.start, unit="step", disable=None) as bar,
+        closing(log),
+        tqdm(total=run.end, initial=run.start, unit="step", disable=RANK > 0 or None) as bar,
     ):
-        for step in range(run.start, t.max_iters):
+        for step in range(run.start, run.end):
             norm, passes = update(run, step)
             done, news = step + 1, []  # told once they are saved
-            ends = done == t.max_iters or bool(signals)  # asked once: what ends, logs and saves first
+            # Asked once, and of all: what ends, logs and saves first.
+            ends = distributed.any_of(done == run.end or bool(signals))
             if done % t.log_interval == 0 or ends:
                 rate = (done - clock_step) / (time.perf_counter() - clock)  # steps per second
                 line = {"step": done, "lr": learning_rate(t, step)}
                 line |= {"tokens_per_s": rate * tokens_per_step}
                 line |= {"mfu": rate * step_flops / peak} if peak else {}
-                line |= {"grad_norm": norm.item(), **mean_figures(passes)}
+                line |= {"grad_norm": norm.item(), **mean_figures(of_all_processes(passes))}
                 log.add(line)
                 shown = {"loss": f"{line['loss']:.3f}", "lr": f"{line['lr']:.1e}"}
                 shown |= {"tok/s": f"{line['tokens_per_s']:.0f}"}
@@ -338,10 +321,14 @@ def train(run: Run) -> int:
                 news.append(f"step {done}: validation " + describe(results))
                 paused = time.perf_counter() - paused
                 evaluating, clock = evaluating + paused, clock + paused
+            for branch in run.branches:
+                if done == branch.start:
+                    branch.folder.mkdir(exist_ok=True)
+                    save(run, done, branch.plateau)
             if done % t.eval_interval == 0 or ends:
                 try:
                     log.flush()
-                    save(run, done)
+                    save(run, done, run.checkpoint)
                     saved = done
                 except OSError as error:
                     path = log.path if log.waiting else run.checkpoint
@@ -371,19 +358,28 @@ def sample_text(model: MoR, encoding: Encoding) -> str:
 
 def run_in(folder: Path, given: dict) -> None:
     """Trains in a folder and shows what came of it."""
-    settings, state = read_checkpoint(given, folder)
-    run = set_up(settings, state)
+    run = set_up(*checkpoint.resume(given, folder))
     done = train(run)
-    if done < run.t.max_iters:
+    for branch in run.branches if done == run.end else ():
+        branch.begin()
+        settings, state = checkpoint.resume(branch.settings(given), branch.folder)
+        if state["step"] < branch.steps:
+            run = set_up(settings, state)
+            if (done := train(run)) < run.end:
+                break
+    if done < run.end:
         print(f"stopped and saved at step {done}; the same command with --resume goes on.")
-        return
-    print("\n" + sample_text(run.model, run.encoding))
-    print(f"\nNext: python sample.py --checkpoint={run.checkpoint} --prompt='def ' --show_depth")
-    if not given:
-        print(
-            "      python train.py config/demo_vanilla.py   (the demo's FLOPs without recursion)\n"
-            "      python train.py --routing=token --out_dir=out-token, and --help for every setting"
-        )
+    elif done == run.start:
+        print(f"all budgets of {folder} have been trained; give --budgets a larger one to go on.")
+    elif RANK == 0:
+        model = checkpoint.load_model(checkpoint.load(run.checkpoint), run.device)
+        print("\n" + sample_text(model, run.encoding))
+        print(f"\nNext: python sample.py --checkpoint={run.checkpoint} --prompt='def ' --show_depth")
+        if not given:
+            print(
+                "      python train.py config/demo_vanilla.py   (the demo's FLOPs without recursion)\n"
+                "      python train.py --routing=token --out_dir=out-token, and --help for every setting"
+            )
 
 
 def main(argv: list[str]) -> int:
@@ -393,23 +389,29 @@ def main(argv: list[str]) -> int:
             if "--help" in argv or "-h" in argv:
                 print(help_text("train.py"))
                 return 0
-            given = parse(argv)
-            folder = Path(given.get("out_dir", TrainConfig.out_dir))
-            with checkpoint.sole_writer(folder):
-                run_in(folder, given)
+            with distributed.processes():
+                given = parse(argv)
+                folder = Path(given.get("out_dir", TrainConfig.out_dir))
+                with checkpoint.sole_writer(folder):
+                    run_in(folder, given)
             return 0
         except ValueError as error:
             problem = error
         except OSError as error:
             problem = f"{error.filename or 'a file'}: {error.strerror}; mend that or the folder given."
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
+            if distributed.left_alone(error):
+                problem = "another process is gone; it says why."
+            elif out_of_memory(error):
+                problem = (
+                    "there is too little memory; give a smaller --batch_size, --block_size or model."
+                )
+            else:
                 raise
-            problem = "there is too little memory; give a smaller --batch_size, --block_size or model."
         except KeyboardInterrupt:
             print("interrupted; the last checkpoint, if there is one, stays.", file=sys.stderr)
             return 130
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"{distributed.failure()}: {problem}", file=sys.stderr)
         return 2
 
 

@@ -1,0 +1,9 @@
+"""The published recipe, 360M: expert-choice, R = 3."""
+
+preset = "mor-360m"
+n_recursion = 3
+out_dir = "out-mor-360m-expert-r3"
+dataset = "fineweb_edu"
+global_batch_size = 1024
+max_flops = 16.5e18
+warmup_iters = 86  # 5% of the steps of 2e18 FLOPs, the smallest published budget

@@ -1,0 +1,8 @@
+"""The published recipe, 135M: no recursion."""
+
+preset = "vanilla-135m"
+out_dir = "out-vanilla-135m"
+dataset = "fineweb_edu"
+global_batch_size = 1024
+max_flops = 16.5e18
+warmup_iters = 154  # 5% of the steps of 2e18 FLOPs, the smallest published budget

@@ -1,0 +1,109 @@
+"""Two processes on one CPU train what one trains; when one fails, all end, with its reason."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+import train
+from test_train import ROOT, arguments, dataset, losses, weights  # noqa: F401
+
+STEPS = 6
+KINDS = {
+    "expert": {"routing": "expert"},
+    "token_loss_free": {"routing": "token", "balancing": "loss_free"},
+    "random_warm_up": {
+        "routing": "expert", "router_type": "random", "sampling": "none", "capacity_warmup": 15,
+    },
+    "vanilla": {"routing": "none", "sharing": "none", "n_recursion": 1},
+    "shared": {"routing": "expert", "kv_mode": "shared", "activation_checkpointing": True},
+}  # fmt: skip
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def torchrun(argv: list[str], status: int = 0, program: Path = ROOT / "train.py") -> tuple[str, str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, str(program), *argv], capture_output=True, text=True, env=ENVIRONMENT, timeout=120
+    )
+    assert (done.returncode == 0) == (status == 0), done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def assert_close(a: Path, b: Path) -> None:
+    """The same figures, weights and bias, but for the order in which numbers were added."""
+    ones, twos = losses(a), losses(b)
+    assert len(ones) == len(twos) == STEPS
+    for step, one in ones.items():
+        assert one.keys() == twos[step].keys()
+        for name, value in one.items():
+            assert twos[step][name] == pytest.approx(value, abs=1e-5, rel=1e-5), (step, name)
+    for name, w in weights(a).items():
+        torch.testing.assert_close(w, weights(b)[name], rtol=1e-3, atol=1e-5)
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("kind, parallel", [
+    ("expert", "ddp"), ("token_loss_free", "ddp"), ("random_warm_up", "ddp"), ("expert", "fsdp"),
+    ("token_loss_free", "fsdp"), *(pytest.param(kind, parallel, marks=slow) for kind, parallel in (
+        ("random_warm_up", "fsdp"), ("vanilla", "ddp"), ("vanilla", "fsdp"), ("shared", "ddp"),
+        ("shared", "fsdp"))),
+])  # fmt: skip
+def test_two_processes_train_what_one_trains(kind, parallel, dataset, tmp_path):  # noqa: F811
+    more = dict(max_iters=STEPS, global_batch_size=8, eval_interval=3, eval_iters=3, **KINDS[kind])
+    assert train.main(arguments(dataset, tmp_path / "one", **more)) == 0
+    out, _ = torchrun(arguments(dataset, tmp_path / "two", parallel=parallel, **more))
+    assert out.count(" steps of 256 tokens on cpu") == 1  # rank 0 alone speaks
+    assert_close(tmp_path / "one", tmp_path / "two")
+    state = checkpoint.load(tmp_path / "two" / "checkpoint.pt")
+    assert state["settings"]["batch_size"] == 2 and state["settings"]["global_batch_size"] == 8
+
+
+@pytest.mark.parametrize("first, parallel", [
+    (1, "fsdp"), (2, "ddp"), pytest.param(1, "ddp", marks=slow), pytest.param(2, "fsdp", marks=slow),
+])  # fmt: skip
+def test_a_run_goes_on_with_another_number_of_processes(first, parallel, dataset, tmp_path):  # noqa: F811
+    more = dict(global_batch_size=4, parallel=parallel, cooldown=0, **KINDS["token_loss_free"])
+    assert train.main(arguments(dataset, tmp_path / "one", max_iters=STEPS, **more)) == 0
+    halves = tmp_path / "halves"
+    # Without a cool-down, all steps but the last are the same whatever the budget.
+    parts = (
+        arguments(dataset, halves, max_iters=3, **more),
+        [f"--out_dir={halves}", "--resume", f"--max_iters={STEPS}"],
+    )
+    for argv, n_process in zip(parts, (first, 3 - first)):
+        torchrun(argv) if n_process == 2 else train.main(argv)
+    assert_close(tmp_path / "one", halves)
+
+
+CULPRIT = """
+import os, sys
+sys.path.insert(0, {root!r})
+import train
+real = train.update
+def update(run, step):
+    if step == 2 and os.environ["RANK"] == "1":
+        raise ValueError("the culprit is process 1.")
+    return real(run, step)
+train.update = update
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_a_failing_process_ends_the_job_with_its_reason(dataset, tmp_path):  # noqa: F811
+    program = tmp_path / "culprit.py"
+    program.write_text(CULPRIT.format(root=str(ROOT)))
+    _, errors = torchrun(arguments(dataset, tmp_path / "out", max_iters=10**6), 1, program)
+    assert "the culprit is process 1." in errors
+
+
+def test_what_all_processes_refuse_is_told_once(dataset, tmp_path):  # noqa: F811
+    _, errors = torchrun(arguments(dataset, tmp_path / "out", global_batch_size=7), 1)
+    assert errors.count("global_batch_size=7 does not divide among 2 processes") == 1
+    assert "process 0 of 2" in errors and not (tmp_path / "out").exists()
