@@ -180,6 +180,10 @@ def relative_batch(n_recursion: int, vanilla: int = 32) -> int:
 # ---- python flops.py config/x.py: one run ----------------------------------------------------------
 
 
+H100_FLOPS = 989e12  # dense bfloat16, as the maker states it
+ASSUMED_MFU = 0.4  # of a well-tuned run; not measured here
+
+
 def describe(config: ModelConfig) -> str:
     routing = f" {config.routing}-choice {config.kv_mode}" if config.routing != "none" else ""
     return f"{config.sharing.replace('none', 'vanilla')} R={config.n_recursion}{routing}"
@@ -225,6 +229,9 @@ def cost_lines(config: ModelConfig, train: TrainConfig):
     steps = run_steps(config, train, batch)
     spent = f"{short(steps * tokens)} tokens, {short(steps * tokens * paper)} FLOPs as the paper counts"
     yield "budget", f"{steps:,} steps, {spent}"
+    yield "tokens on disk", f"{short(2 * steps * tokens)}B, each read once"
+    hours = steps * train_step_flops(config, tokens) / (8 * H100_FLOPS * ASSUMED_MFU) / 3600
+    yield "time", f"{hours:.3g} hours on 8 H100, computed for an assumed MFU of {ASSUMED_MFU:.0%}"
     for mode in CHOICES["kv_mode"]:
         try:
             size = cache_bytes(replace(config, kv_mode=mode), config.block_size, 4)
