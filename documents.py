@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -80,7 +81,7 @@ def read_file(path: Path, skip: int) -> Iterator[str]:
     except Exception as error:
         if str(error).startswith(f"{path}, "):
             raise
-        problem = str(error).splitlines()[0].rstrip(".") if str(error) else "it ends too soon"
+        problem = re.split(r"\.(?:\s|$)|\n", str(error))[0]
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}: {problem}); mend it or leave it out."
         ) from error

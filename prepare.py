@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 
@@ -313,13 +313,12 @@ def tokenized(texts: Iterator, args: argparse.Namespace) -> Iterator[Iterator]:
 def begin_worker() -> None:
     """A worker leaves Ctrl-C to the program that began it, and does not outlive it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process().pid
+    forked = multiprocessing.get_start_method() == "fork"
+    parent = multiprocessing.parent_process().pid if forked else os.getppid()  # or the server that forks
 
     def watch():
-        with suppress(ProcessLookupError):
-            while True:
-                os.kill(parent, 0)
-                time.sleep(0.2)
+        while os.getppid() == parent:
+            time.sleep(0.2)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
