@@ -1,6 +1,7 @@
-"""What every benchmark needs: the device that is measured, its clock and its memory, and a table."""
+"""The device that is measured, its clock and its memory, what fits in there, and a table of it all."""
 
 import ctypes
+import math
 import os
 import time
 from pathlib import Path
@@ -56,6 +57,27 @@ class Machine:
             return torch.cuda.max_memory_allocated(self.device)
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def fitting_batch(model: torch.nn.Module, autocast: torch.autocast) -> int:
+    """Sequences that a GPU can train on in one pass, as a power of two, from what 1 and 2 take at most.
+
+    Three times the weights are set aside, for the optimizer's moments and for what exchanges gradients.
+    """
+    config, device, peaks = model.config, model.cos.device, []
+    for n in (1, 2):
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        ids = torch.randint(config.vocab_size, (n, config.block_size), device=device)
+        with autocast:
+            loss, _ = model(ids, ids)
+        loss.backward()
+        model.zero_grad()
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+    torch.cuda.empty_cache()
+    free = 0.9 * torch.cuda.mem_get_info(device)[0] - 3 * sum(p.nbytes for p in model.parameters())
+    more = (free - peaks[0]) / max(1, peaks[1] - peaks[0])
+    return 2 ** int(math.log2(max(1.0, 1 + more)))
 
 
 def print_table(head: list[str], rows: list[list[str]]) -> None:

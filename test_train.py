@@ -20,6 +20,7 @@ import checkpoint
 import train
 from dataset import Tokens, Windows, write_dataset
 from flops import paper_flops
+from measure import fitting_batch
 from settings import TrainConfig, build
 from tokenizer import get_encoding
 
@@ -375,6 +376,90 @@ def test_a_failing_preparation_is_one_sentence(tmp_path, monkeypatch, capsys):
     assert train.main([f"--out_dir={tmp_path / 'out'}"]) == 2
     error = capsys.readouterr().err
     assert "prepare.py failed" in error and error.count("\n") == 1
+
+
+# ---- memory, reports, the published sizes -------------------------------------------------------------
+
+
+def test_a_batch_size_of_auto_is_what_a_gpu_has_memory_for(monkeypatch):
+    model = train.MoR(build(TINY_MODEL)[0])
+    weights, sizes, real = sum(p.nbytes for p in model.parameters()), [], model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda ids, targets: sizes.append(len(ids)) or real(ids, targets)
+    )
+    free = (1000 + 3 * weights + 25 * 100) / 0.9 + 1  # room for 26
+    for name, value in {
+        "reset_peak_memory_stats": None, "memory_allocated": 5000, "empty_cache": None,
+        "mem_get_info": (free, 10 * free),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 5000 + 900 + 100 * sizes[-1])
+    assert fitting_batch(model, torch.autocast("cpu", enabled=False)) == 16 and sizes == [1, 2]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_weights_and_biases_gets_what_the_log_gets(dataset, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert train.main(arguments(dataset, tmp_path / "out", wandb="mor")) == 2
+    assert "pip install wandb" in one_sentence(capsys) and not (tmp_path / "out").exists()
+    calls = []
+
+    class Project:
+        def log(self, line, step):
+            calls.append((step, line))
+
+        def finish(self):
+            calls.append("finished")
+
+    class Wandb:
+        @staticmethod
+        def init(**given):
+            calls.append(given)
+            return Project()
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    assert train.main(arguments(dataset, tmp_path / "out", wandb="mor", max_iters=2)) == 0
+    lines = [json.loads(x) for x in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert calls[0]["project"] == "mor" and calls[0]["config"]["max_iters"] == 2
+    assert [c[1] for c in calls[1:-1]] == lines and [c[0] for c in calls[1:-1]] == [1, 2, 2]
+    assert calls[-1] == "finished"
+
+
+def test_layers_computed_again_train_the_same_bits(dataset, tmp_path):
+    for again in (False, True):
+        argv = arguments(dataset, tmp_path / str(again), max_iters=3, activation_checkpointing=again)
+        assert train.main(argv) == 0
+    assert_same_run(tmp_path / "False", tmp_path / "True")
+
+
+PUBLISHED = {path.stem: [str(path)] for path in sorted((ROOT / "config").glob("*_135m*.py"))} | {
+    " ".join(more): [str(ROOT / "config" / f"mor_135m_{base}_r3.py"), *more]
+    for base, more in (
+        ("expert", ["--router_type=mlp"]), ("expert", ["--router_type=wide_mlp", "--router_func=tanh"]),
+        ("expert", ["--router_type=random", "--sampling=none"]), ("expert", ["--sampling=aux_router"]),
+        ("expert", ["--kv_mode=shared_update", "--activation_checkpointing"]),
+        ("token", ["--balancing=loss_free"]), ("token", ["--router_type=mlp", "--router_func=sigmoid"]),
+        ("token", ["--kv_mode=shared"]), ("token", ["--kv_mode=shared_update"]),
+    )
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", PUBLISHED)
+def test_the_published_135m_models_take_two_steps(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "sample_text", lambda *_: "")  # 300 passes through 32 layers
+    small = [
+        "--dataset=pystdlib",
+        "--batch_size=1",
+        "--block_size=64",
+        "--max_iters=2",
+        "--eval_iters=1",
+    ]
+    argv = [*PUBLISHED[run], *small, f"--out_dir={tmp_path}", "--log_interval=1"]
+    assert train.main(argv) == 0
+    assert all(8 < line["loss"] < 16 for line in losses(tmp_path).values())
+    assert (tmp_path / "checkpoint.pt").stat().st_size > 3 * 4 * 60e6
+    (tmp_path / "checkpoint.pt").unlink()
 
 
 # ---- what the world does to a run --------------------------------------------------------------------

@@ -26,18 +26,10 @@ from dataset import Windows, open_dataset
 from distributed import RANK, WORLD
 from engine import generate, out_of_memory, pick_device, pieces, tokens_with_depths
 from flops import run_steps, train_step_flops
-from measure import PEAK_FLOPS
+from measure import PEAK_FLOPS, fitting_batch
 from model import MoR
 from modelconfig import ModelConfig
-from settings import (
-    TrainConfig,
-    build,
-    help_text,
-    lasting_output,
-    parse,
-    split_batch,
-    stop_on_signals,
-)
+from settings import TrainConfig, build, help_text, lasting_output, parse, split_batch, stop_on_signals
 from tokenizer import get_encoding, token_bytes
 
 # ---- setting up --------------------------------------------------------------------------------------
@@ -72,22 +64,10 @@ def set_up(given: dict, state: dict | None) -> Run:
     config, t = build(given)
     device = pick_device(t.device)
     on_gpu = device.startswith("cuda")
-    t = split_batch(t, 64 if on_gpu else 8, WORLD)
-    t = replace(t, max_iters=run_steps(config, t, t.batch_size))
-    branches, end = plan(config, t), t.max_iters
-    if branches:
-        end = branches[-1].start
-        t = t if "warmup_iters" in given else replace(t, warmup_iters=warmup_iters(branches))
-        check(branches, state, t.out_dir)
-    own = ("resume", "out_dir", "gradient_accumulation_steps")  # of this start alone
-    settings = {k: v for k, v in given.items() if k not in own}
-    settled = ("batch_size", "global_batch_size", "warmup_iters")
-    settings |= {name: getattr(t, name) for name in settled}
-    start = state["step"] if state else 0
-    if start >= t.max_iters or start > end:
-        raise ValueError(
-            f"{t.out_dir} is at step {start} of {t.max_iters}; go on with a larger --max_iters."
-        )
+    bfloat16 = t.dtype == "bfloat16" or (t.dtype == "auto" and on_gpu)
+    autocast = torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bfloat16)
+    if t.wandb:
+        checkpoint.import_wandb()
     with distributed.rank_0_first():
         train_tokens, val_tokens = open_dataset(t.dataset)
     data = {"train": train_tokens.checksums, "val": val_tokens.checksums}
@@ -106,6 +86,23 @@ def set_up(given: dict, state: dict | None) -> Run:
     torch.manual_seed(t.seed)
     model = checkpoint.load_model(state, device).train() if state else MoR(config).to(device)
     model.attention, model.recompute = t.attention, t.activation_checkpointing
+    measured = on_gpu and not t.batch_size
+    most = min(distributed.gather([fitting_batch(model, autocast) if measured else 8]))
+    t = split_batch(t, most, WORLD)
+    t = replace(t, max_iters=run_steps(config, t, t.batch_size))
+    branches, start, end = plan(config, t), state["step"] if state else 0, t.max_iters
+    if branches:
+        end = branches[-1].start
+        t = t if "warmup_iters" in given else replace(t, warmup_iters=warmup_iters(branches))
+        check(branches, state, t.out_dir)
+    if start >= t.max_iters or start > end:
+        raise ValueError(
+            f"{t.out_dir} is at step {start} of {end}; go on with a larger --max_iters or budget."
+        )
+    of_this_start = ("resume", "out_dir", "gradient_accumulation_steps")
+    settings = {k: v for k, v in given.items() if k not in of_this_start}
+    for name in ("batch_size", "global_batch_size", "warmup_iters"):
+        settings[name] = getattr(t, name)
     if t.parallel == "fsdp":
         distributed.shard(model)
     optimizer = make_optimizer(model, t)
@@ -114,12 +111,11 @@ def set_up(given: dict, state: dict | None) -> Run:
     module = torch.compile(model) if compiles(config, t, on_gpu) else model
     if t.parallel == "ddp":
         module = distributed.replicate(module)
-    bfloat16 = t.dtype == "bfloat16" or (t.dtype == "auto" and on_gpu)
     return Run(
         t=t,
         settings=settings,
         device=device,
-        autocast=torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bfloat16),
+        autocast=autocast,
         encoding=encoding,
         rows=rows,
         val=val,
