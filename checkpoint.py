@@ -122,7 +122,7 @@ def load_moments(state: dict, optimizer: torch.optim.AdamW) -> None:
 # ---- going on ---------------------------------------------------------------------------------------
 
 # Settings that decide which tokens a step reads: a resumed run must have them as they were.
-FIXED = ("dataset", "seed", "global_batch_size")
+FIXED = ("dataset", "seed", "global_batch_size", "within_documents")
 
 
 def resume(given: dict, folder: Path) -> tuple[dict, dict | None]:

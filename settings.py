@@ -23,6 +23,7 @@ class TrainConfig:
     preset: str = setting("", "published size, as mor-135m: " + ", ".join(PRESETS))
     out_dir: str = setting("out", "folder of checkpoint and metrics.jsonl")
     dataset: str = setting("pystdlib", "folder below data/ with the prepared shards")
+    within_documents: bool = setting(False, "tokens attend within their own document alone")
     resume: bool = setting(False, "go on from the checkpoint in out_dir")
     seed: int = setting(1337, "seed of weights, batches and random routing")
     batch_size: int = setting(0, "sequences per process and pass; auto or 0: 8, on a GPU all that fit")

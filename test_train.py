@@ -203,6 +203,26 @@ def test_loss_is_the_cross_entropy_and_total_loss_what_is_minimised(kind, datase
         assert "lm_loss" not in line
 
 
+@pytest.mark.parametrize("routing", ["expert", "token"])
+def test_documents_on_their_own_train_and_resume(routing, tmp_path):
+    """One short document after another: each is learned without a look at those before it."""
+    folder = tmp_path / "data"
+    texts = [f"n{n} = {n * n}\n" for n in range(400)]
+    write_dataset(folder, get_encoding("bytes"), {"train": texts, "val": texts})
+    more = {"within_documents": True, "routing": routing, "max_iters": 6}
+    for out_dir, within in (("a", True), ("b", False)):
+        given = arguments(folder, tmp_path / out_dir, **{**more, "within_documents": within})
+        assert train.main(given) == 0
+    assert losses(tmp_path / "a")[1]["loss"] != losses(tmp_path / "b")[1]["loss"]
+    assert (
+        train.main(arguments(folder, tmp_path / "c", **{**more, "max_iters": 6, "cooldown": 0.0})) == 0
+    )
+    first = arguments(folder, tmp_path / "d", **{**more, "max_iters": 3, "cooldown": 0.0})
+    assert train.main(first) == 0
+    assert train.main([f"--out_dir={tmp_path / 'd'}", "--resume", "--max_iters=6"]) == 0
+    assert_same_run(tmp_path / "c", tmp_path / "d")
+
+
 def test_compile_auto_is_for_one_graph_on_a_gpu():
     def compiles(on_gpu=True, **given):
         return train.compiles(*build(given), on_gpu)

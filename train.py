@@ -22,7 +22,7 @@ import checkpoint
 import distributed
 import router as routing
 from branches import Branch, check, learning_rate, plan, warmup_iters
-from dataset import Windows, open_dataset
+from dataset import Windows, document_cu_seqlens, open_dataset
 from distributed import RANK, WORLD
 from engine import generate, out_of_memory, pick_device, pieces, tokens_with_depths
 from flops import run_steps, train_step_flops
@@ -142,9 +142,9 @@ def make_optimizer(model: MoR, t: TrainConfig) -> torch.optim.AdamW:
 
 def compiles(config: ModelConfig, t: TrainConfig, on_gpu: bool) -> bool:
     """Whether to compile; "auto" leaves out what would compile anew whenever shapes change."""
-    # The active tokens of token-choice and of capacity warm-up differ in number from pass to pass.
-    one_graph = config.routing != "token" and not config.capacity_warmup
-    return t.compile == "yes" or (t.compile == "auto" and on_gpu and one_graph)
+    # Active tokens of token-choice and warm-up, and documents, differ in number from pass to pass.
+    changes = config.routing == "token" or config.capacity_warmup or t.within_documents
+    return t.compile == "yes" or (t.compile == "auto" and on_gpu and not changes)
 
 
 def peak_flops(t: TrainConfig, device: str) -> float:
@@ -156,6 +156,13 @@ def peak_flops(t: TrainConfig, device: str) -> float:
 
 
 # ---- steps -------------------------------------------------------------------------------------------
+
+
+def documents(run: Run, ids: Tensor) -> Tensor | None:
+    """cu_seqlens of the documents in ids (B, T), where tokens attend within their own alone."""
+    if run.t.within_documents:
+        return document_cu_seqlens(ids, run.encoding.eot_token).to(run.device)
+    return None
 
 
 def update(run: Run, step: int) -> tuple[Tensor, list[dict]]:
@@ -171,7 +178,7 @@ def update(run: Run, step: int) -> tuple[Tensor, list[dict]]:
         x, y = run.rows.rows(number * t.batch_size, t.batch_size)
         distributed.average_gradients(run.module, n == n_passes - 1)
         with run.autocast:
-            loss, figures = run.module(x.to(run.device), y.to(run.device))
+            loss, figures = run.module(x.to(run.device), y.to(run.device), documents=documents(run, x))
         (loss / n_passes).backward()
         passes.append({"total_loss": loss.detach(), **figures})
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
@@ -235,7 +242,7 @@ def evaluate(run: Run) -> dict[str, dict]:
             number = first + RANK
             xs, ys = batches[min(number, len(batches) - 1)]
             with run.autocast:
-                _, figures = model(xs.to(device), ys.to(device), rule=rule)
+                _, figures = model(xs.to(device), ys.to(device), rule, documents=documents(run, xs))
             passes += [figures | {"tokens": torch.tensor(ys.numel())}] if number < len(batches) else []
         passes = of_all_processes(passes)
         nats = sum(p["lm_loss"].item() * p.pop("tokens").item() for p in passes)
