@@ -365,15 +365,17 @@ def test_finished_dataset_is_checked_and_left_alone(source, tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
 
 
-def test_other_plans_and_changed_inputs_are_refused(source, tmp_path):
+def test_other_plans_and_changed_inputs_are_refused(source, tmp_path, monkeypatch):
     out = tmp_path / "out"
     run(command(source, out))
     before = contents(out)
-    for options in ({"val_tokens": 6000}, {"shard_tokens": 7}, {"max_tokens": 9}, {"encoding": "gpt2"}):
-        name, value = next(iter(options.items()))
-        if name != "encoding":
-            with pytest.raises(SystemExit, match=f"begun with {name} = .*, not {value}; repeat"):
-                run(command(source, out, **options))
+    for name, value in {"val_tokens": 6000, "shard_tokens": 7, "max_tokens": 9}.items():
+        with pytest.raises(SystemExit, match=f"begun with {name} = .*, not {value}; repeat"):
+            run(command(source, out, **{name: value}))
+    monkeypatch.setattr(prepare, "sizes_of", lambda name: b"another tokenizer.json of that name")
+    with pytest.raises(SystemExit, match="begun with vocabulary = "):
+        run(command(source, out))
+    monkeypatch.undo()
     with open(source / "1.jsonl", "a") as file:
         file.write(json.dumps({"text": "one more"}) + "\n")
     with pytest.raises(SystemExit, match="begun with inputs = 3 files"):
