@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -88,7 +89,7 @@ def prepare(folder: Path, parts: Parts, source: dict, text_bytes: int, args: arg
     chosen = {
         name: getattr(args, name) for name in ("encoding", "val_tokens", "shard_tokens", "max_tokens")
     }
-    plan = {**source, **chosen}
+    plan = {**source, **chosen, "vocabulary": zlib.crc32(sizes_of(args.encoding))}
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         shards, complete = finished_shards(folder, plan)
