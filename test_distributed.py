@@ -1,6 +1,7 @@
 """Two processes on one CPU train what one trains; when one fails, all end, with its reason."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import torch
 
 import checkpoint
 import train
-from test_train import ROOT, arguments, dataset, losses, weights  # noqa: F401
+from flops import paper_flops
+from settings import build
+from test_train import ROOT, TINY_MODEL, arguments, dataset, losses, wait_for, weights  # noqa: F401
 
 STEPS = 6
 KINDS = {
@@ -22,13 +25,14 @@ KINDS = {
     "vanilla": {"routing": "none", "sharing": "none", "n_recursion": 1},
     "shared": {"routing": "expert", "kv_mode": "shared", "activation_checkpointing": True},
 }  # fmt: skip
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+FLOPS = paper_flops(build(TINY_MODEL)[0])  # per token
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def torchrun(argv: list[str], status: int = 0, program: Path = ROOT / "train.py") -> tuple[str, str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
-        [*command, str(program), *argv], capture_output=True, text=True, env=ENVIRONMENT, timeout=120
+        [*TORCHRUN, str(program), *argv], capture_output=True, text=True, env=ENVIRONMENT, timeout=120
     )
     assert (done.returncode == 0) == (status == 0), done.stdout + done.stderr
     return done.stdout, done.stderr
@@ -50,10 +54,10 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize("kind, parallel", [
-    ("expert", "ddp"), ("token_loss_free", "ddp"), ("random_warm_up", "ddp"), ("expert", "fsdp"),
-    ("token_loss_free", "fsdp"), *(pytest.param(kind, parallel, marks=slow) for kind, parallel in (
-        ("random_warm_up", "fsdp"), ("vanilla", "ddp"), ("vanilla", "fsdp"), ("shared", "ddp"),
-        ("shared", "fsdp"))),
+    ("expert", "ddp"), ("token_loss_free", "ddp"), ("expert", "fsdp"),
+    *(pytest.param(kind, parallel, marks=slow) for kind, parallel in (
+        ("random_warm_up", "ddp"), ("random_warm_up", "fsdp"), ("token_loss_free", "fsdp"),
+        ("vanilla", "ddp"), ("vanilla", "fsdp"), ("shared", "ddp"), ("shared", "fsdp"))),
 ])  # fmt: skip
 def test_two_processes_train_what_one_trains(kind, parallel, dataset, tmp_path):  # noqa: F811
     more = dict(max_iters=STEPS, global_batch_size=8, eval_interval=3, eval_iters=3, **KINDS[kind])
@@ -107,3 +111,44 @@ def test_what_all_processes_refuse_is_told_once(dataset, tmp_path):  # noqa: F81
     _, errors = torchrun(arguments(dataset, tmp_path / "out", global_batch_size=7), 1)
     assert errors.count("global_batch_size=7 does not divide among 2 processes") == 1
     assert "process 0 of 2" in errors and not (tmp_path / "out").exists()
+
+
+def test_a_stop_saves_and_branches_go_on_with_one_process(dataset, tmp_path):  # noqa: F811
+    """Two processes along the plateau, SIGTERM to torchrun, the rest by one process."""
+    out_dir, budgets = tmp_path / "all", ",".join(str(n * 128 * FLOPS) for n in (60, 200))
+    more = dict(global_batch_size=4, eval_interval=20)
+    argv = arguments(dataset, out_dir, budgets=budgets, **more)
+    process = subprocess.Popen(
+        [*TORCHRUN, str(ROOT / "train.py"), *argv],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+    )  # fmt: skip
+    wait_for(lambda: list(out_dir.glob("budget-*/plateau.pt")), process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert "stopped and saved at step" in out
+    assert 48 <= checkpoint.load(out_dir / "checkpoint.pt")["step"] < 160
+    assert train.main([f"--out_dir={out_dir}", "--resume"]) == 0
+    assert train.main(arguments(dataset, tmp_path / "one", max_iters=60, **more)) == 0
+    (branch,) = (f for f in out_dir.glob("budget-*") if max(losses(f)) == 60)
+    ones, twos = losses(tmp_path / "one"), losses(branch)
+    assert ones.keys() == twos.keys()
+    for step in (1, 10, 30):  # rounding grows with the steps
+        assert twos[step]["loss"] == pytest.approx(ones[step]["loss"], abs=1e-4)
+    assert twos[60]["loss"] == pytest.approx(ones[60]["loss"], abs=1e-2)
+
+
+@slow
+def test_two_nodes_are_as_one(dataset, tmp_path):  # noqa: F811
+    more = dict(max_iters=STEPS, global_batch_size=8, **KINDS["token_loss_free"])
+    assert train.main(arguments(dataset, tmp_path / "one", **more)) == 0
+    argv = arguments(dataset, tmp_path / "two", **more)
+    nodes = [
+        subprocess.Popen(
+            [*TORCHRUN[:3], "--nnodes=2", "--nproc_per_node=2", f"--node_rank={rank}",
+             "--master_addr=127.0.0.1", "--master_port=29591", str(ROOT / "train.py"), *argv],
+            env=ENVIRONMENT,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [node.wait(timeout=120) for node in nodes] == [0, 0]
+    assert_close(tmp_path / "one", tmp_path / "two")

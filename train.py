@@ -86,8 +86,9 @@ def set_up(given: dict, state: dict | None) -> Run:
     torch.manual_seed(t.seed)
     model = checkpoint.load_model(state, device).train() if state else MoR(config).to(device)
     model.attention, model.recompute = t.attention, t.activation_checkpointing
-    measured = on_gpu and not t.batch_size
-    most = min(distributed.gather([fitting_batch(model, autocast) if measured else 8]))
+    most = 64 if on_gpu else 8
+    if on_gpu and not t.batch_size and ("batch_size" in given or t.global_batch_size):
+        most = min(distributed.gather([fitting_batch(model, autocast)]))
     t = split_batch(t, most, WORLD)
     t = replace(t, max_iters=run_steps(config, t, t.batch_size))
     branches, start, end = plan(config, t), state["step"] if state else 0, t.max_iters
