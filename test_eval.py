@@ -301,7 +301,7 @@ def test_figures_are_those_of_training(capsys, trained, kind):
 
 
 def test_figures_equal_training_evaluate_to_the_bit(trained):
-    given, state = train.read_checkpoint({"resume": True, "max_iters": 20}, trained / "expert")
+    given, state = checkpoint.resume({"resume": True, "max_iters": 20}, trained / "expert")
     run = train.set_up(given, state)
     wanted = train.evaluate(run)
     run.model.eval()
