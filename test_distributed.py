@@ -70,7 +70,7 @@ def test_two_processes_train_what_one_trains(kind, parallel, dataset, tmp_path):
 
 
 @pytest.mark.parametrize("first, parallel", [
-    (1, "fsdp"), (2, "ddp"), pytest.param(1, "ddp", marks=slow), pytest.param(2, "fsdp", marks=slow),
+    (2, "ddp"), *(pytest.param(*case, marks=slow) for case in ((1, "fsdp"), (1, "ddp"), (2, "fsdp"))),
 ])  # fmt: skip
 def test_a_run_goes_on_with_another_number_of_processes(first, parallel, dataset, tmp_path):  # noqa: F811
     more = dict(global_batch_size=4, parallel=parallel, cooldown=0, **KINDS["token_loss_free"])
@@ -113,6 +113,7 @@ def test_what_all_processes_refuse_is_told_once(dataset, tmp_path):  # noqa: F81
     assert "process 0 of 2" in errors and not (tmp_path / "out").exists()
 
 
+@slow
 def test_a_stop_saves_and_branches_go_on_with_one_process(dataset, tmp_path):  # noqa: F811
     """Two processes along the plateau, SIGTERM to torchrun, the rest by one process."""
     out_dir, budgets = tmp_path / "all", ",".join(str(n * 128 * FLOPS) for n in (60, 200))
