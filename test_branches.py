@@ -111,7 +111,8 @@ def test_a_stop_in_a_cool_down_goes_on_there(dataset, tmp_path, monkeypatch):  #
         assert_same_run(folder(tmp_path / "all", steps), one)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [20])
 def test_kills_at_random_moments_change_nothing(kills, dataset, tmp_path):  # noqa: F811
     all_steps, out_dir, moments = (60, 90, 120), tmp_path / "all", random.Random(7)
     argv, killed = branched(dataset, out_dir, *all_steps, eval_interval=3), 0

@@ -512,7 +512,16 @@ def test_a_copied_folder_goes_on_by_itself(dataset, tmp_path):
     assert (first / "checkpoint.pt").read_bytes() == before and max(losses(copy)) == 6
 
 
-@pytest.mark.parametrize("streams", [">/dev/full", "2>&1 | head -1", "<&- >&- 2>&-", ">/dev/full 2>&1"])
+@pytest.mark.parametrize(
+    "streams",
+    [
+        ">/dev/full 2>&1",
+        *(
+            pytest.param(s, marks=pytest.mark.slow)
+            for s in (">/dev/full", "2>&1 | head -1", "<&- >&- 2>&-")
+        ),
+    ],
+)
 def test_broken_streams_stop_no_run(streams, dataset, tmp_path):
     words = [sys.executable, str(ROOT / "train.py"), *arguments(dataset, tmp_path / "out", max_iters=4)]
     command = f"set -o pipefail; {shlex.join(words)} {streams}"
