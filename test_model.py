@@ -20,16 +20,6 @@ import model as model_file
 from model import MoR, lm_loss
 from modelconfig import CHOICES, ModelConfig, preset
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads that hand each other tensors this small take longer than one alone."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ---- the naive model -----------------------------------------------------------------------------
 
 

@@ -18,15 +18,6 @@ from router import causal_choice, gate, random_scores, top_k, update_balance_bia
 SMALL = dict(vocab_size=20, n_embd=12, n_head=2, n_ffn=8)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads that hand each other tensors this small take longer than one alone."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def rows_of(n_seq: int, length: int):
     return ragged_batch(torch.arange(n_seq + 1) * length, length)
 
