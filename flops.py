@@ -234,10 +234,12 @@ def cost_lines(config: ModelConfig, train: TrainConfig):
     yield "FLOPs per step", f"{per_step}, {backward}"
     steps = run_steps(config, train, batch)
     spent = f"{short(steps * tokens)} tokens, {short(steps * tokens * paper)} FLOPs as the paper counts"
-    yield "budget", f"{steps:,} steps, {spent}"
+    largest = f"; the largest of {len(train.budgets)} budgets" if len(train.budgets) > 1 else ""
+    yield "budget", f"{steps:,} steps, {spent}{largest}"
     yield "tokens on disk", f"{short(2 * steps * tokens)}B, each read once"
     hours = steps * train_step_flops(config, tokens) / (8 * H100_FLOPS * ASSUMED_MFU) / 3600
-    yield "time", f"{hours:.3g} hours on 8 H100, computed for an assumed MFU of {ASSUMED_MFU:.0%}"
+    time = f"{hours:.3g} hours" if hours > 0.1 else f"{hours * 3600:.3g} seconds"
+    yield "time", f"{time} on 8 H100, computed for an assumed MFU of {ASSUMED_MFU:.0%}"
     for mode in CHOICES["kv_mode"]:
         try:
             size = cache_bytes(replace(config, kv_mode=mode), config.block_size, 4)

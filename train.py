@@ -294,6 +294,9 @@ def train(run: Run) -> int:
         f"{config.n_layer}; {run.end} steps of {tokens_per_step} tokens on {run.device}, "
         f"to {run.checkpoint}"
     )
+    epochs = run.end * t.global_batch_size / run.rows.per_epoch
+    if epochs > 1:
+        print(f"note: that is {epochs:.1f} times the training data of {t.dataset!r}")
     step_flops, peak = train_step_flops(config, tokens_per_step), peak_flops(t, run.device)
     log_path = run.checkpoint.with_name("metrics.jsonl")
     log = checkpoint.Log(log_path, run.start, t.wandb, run.settings)
