@@ -9,7 +9,7 @@ among them. When pages run out, the youngest request is put back, to be computed
 import collections
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,9 +18,9 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from kvcache import PagedKV
+from kvcache import PagedKV, PagedPass
 from model import MoR
-from passes import Passes, Tokens
+from passes import Passes, Tokens, of_fixed_sizes
 from sampling import SamplingParams, draw, probabilities, uniform
 from text import text_of
 from tokenizer import token_bytes
@@ -96,13 +96,14 @@ class Engine:
     are done wait until there are so many, or none is left that is not. continuous=False is static
     batching, for comparison: all tokens of a batch wait for the deepest, all requests for the longest.
     encoding: what the tokens mean; then requests end with <|endoftext|>, get no token that is no text,
-    and may name stop texts. max_depth caps the recursion steps.
+    and may name stop texts. max_depth caps the recursion steps. compile: passes without prompts are made
+    for a few fixed numbers of rows, compiled on a CPU and captured as graphs on a GPU.
     """
 
     def __init__(
         self, model: MoR, *, max_batch=32, max_len: int | None = None, kv_bytes: int | None = None,
         chunk=256, gather=1, continuous=True, max_depth: int | None = None,
-        encoding: tiktoken.Encoding | None = None, attention="auto",
+        encoding: tiktoken.Encoding | None = None, attention="auto", compile=False,
     ):  # fmt: skip
         c, weight = model.config, model.model.norm.weight
         max_len = c.block_size if max_len is None else max_len
@@ -122,6 +123,8 @@ class Engine:
             c, max_batch, max_len, max_depth, kv_bytes, weight.device, weight.dtype, attention
         )
         self.passes = Passes(model, self.kv)
+        self.fast = of_fixed_sizes(self.passes) if compile else None
+        self.sizes = sorted({*(4**i for i in range(20) if 4**i < max_batch), max_batch})
         self.waiting: collections.deque[Request] = collections.deque()
         self.n_submitted = self.n_put_back = 0
         self.running: list[Request | None] = [None] * max_batch
@@ -206,8 +209,9 @@ class Engine:
         row, s, last = flight[rows], self.slots[slots], counts.cumsum() - 1
         read_all = s["seen"] == s["length"]
         grows = read_all & (s["length"] < s["limit"])
-        kv = self.kv.over(slots, counts, row["pos"], self.kv.outer[1:])
-        logits = self.passes.leave(self.state.x[self.on_device(rows)], self.on_device(last[grows]), kv)
+        passes, kv, fill = self.prepare(slots, counts, row["pos"], self.kv.outer[1:])
+        x = self.state.x[fill(rows)]
+        logits = passes.leave(x, fill(last), kv)[self.on_device(np.flatnonzero(grows))]
         self.drop(rows)
 
         ends = np.zeros(len(rows), bool)
@@ -276,10 +280,9 @@ class Engine:
         new = np.zeros(counts.sum(), ROW)
         new["slot"] = slots.repeat(counts)
         new["pos"] = np.arange(len(new)) + (s["seen"][slots] + counts - counts.cumsum()).repeat(counts)
-        kv = self.kv.over(slots, counts, new["pos"], self.kv.outer[:1])
-        ids = self.on_device(self.tokens[new["slot"], new["pos"]])
-        state, done = self.passes.enter(ids, kv)
-        new["done"] = done.cpu().numpy()
+        passes, kv, fill = self.prepare(slots, counts, new["pos"], self.kv.outer[:1])
+        state, done = passes.enter(fill(self.tokens[new["slot"], new["pos"]]), kv)
+        state, new["done"] = state.take(slice(len(new))), done[: len(new)].cpu().numpy()
         s["seen"][slots] += counts
         self.state = self.state.join(state) if len(self.flight) else state
         self.flight = np.concatenate((self.flight, new))
@@ -294,16 +297,32 @@ class Engine:
         if self.kv.by_step and not self.kv.reserve(slots, counts, step):
             self.put_back()
             return self.pass_block()
-        kv = self.kv.over(slots, counts, row["pos"], self.kv.in_step[0], step)
-        index = self.on_device(rows)
-        state, done = self.passes.block(self.state.take(index), self.on_device(row["step"]), kv)
-        self.state.put(index, state)
+        passes, kv, fill = self.prepare(slots, counts, row["pos"], self.kv.in_step[0], step)
+        state, done = passes.block(self.state.take(fill(rows)), fill(row["step"]), kv)
+        self.state.put(self.on_device(rows), state.take(slice(len(rows))))
         self.flight["step"][rows] += 1
-        self.flight["done"][rows] = done.cpu().numpy()
+        self.flight["done"][rows] = done[: len(rows)].cpu().numpy()
         self.n_pass += 1
         self.n_row += len(rows)
 
     # ---- what the steps need ----
+
+    def prepare(self, slots, counts, pos, layers, step=None) -> tuple[Passes, PagedPass, Callable]:
+        """The passes to take, what they attend through, and how to bring an array over their rows there.
+
+        Where passes of fixed sizes will do, arrays are filled up with rows of nobody.
+        """
+        passes, n_more = self.passes, 0
+        if self.fast is not None and len(pos) == len(slots):
+            passes = self.fast
+            n_more = next(size for size in self.sizes if size >= len(slots)) - len(slots)
+
+        def fill(x: np.ndarray, value=0) -> np.ndarray:
+            return np.append(x, np.full(n_more, value, x.dtype))
+
+        step = step if step is None else fill(step)
+        kv = self.kv.over(fill(slots, len(self.slots)), fill(counts, 1), fill(pos), layers, step)
+        return passes, kv, lambda *x: self.on_device(fill(*x))
 
     def choose(self, logits: Tensor, slots: np.ndarray) -> np.ndarray:
         """Logits (B, V) of slots (B,) to their next tokens (B,)."""

@@ -55,12 +55,14 @@ PAGE_SIZE = 16  # rows of a page
 class PagedPass(NamedTuple):
     """What the layers of one pass attend through: where its new rows go, and which pages they see."""
 
-    config: ModelConfig
-    k_pages: Tensor  # (n_page, PAGE_SIZE, Hkv, D)
-    v_pages: Tensor
-    layers: list[int]  # the L unrolled layers of the pass, as the model calls them
+    kv: "PagedKV"
+    layers: tuple[int, ...]  # the L unrolled layers of the pass, as the model calls them
     place: Tensor  # (L, copies * N) page * PAGE_SIZE + slot of each new row
     mask: PagedMask  # its page_table is (L, B, P), one for each layer
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.kv.config
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Attention (N, H, D) of an unrolled layer; k and v are None where it reuses older ones."""
@@ -68,9 +70,9 @@ class PagedPass(NamedTuple):
         if k is not None:
             if copies := len(self.place[i]) // len(k) - 1:
                 k, v = (torch.cat((x, *[x] * copies)) for x in (k, v))
-            store_pages(k, v, self.k_pages, self.v_pages, self.place[i], self.mask)
+            store_pages(k, v, self.kv.k, self.kv.v, self.place[i], self.mask)
         mask = self.mask._replace(page_table=self.mask.page_table[i])
-        return paged_attention(q, self.k_pages, self.v_pages, mask)
+        return paged_attention(q, self.kv.k, self.kv.v, mask)
 
 
 class PagedKV:
@@ -185,7 +187,7 @@ class PagedKV:
         if self.by_step and step is not None:
             row = np.arange(len(pos)) + np.repeat(self.rows[seq, step + 1] - counts.cumsum(), counts)
         number, slot = np.divmod(row, PAGE_SIZE)
-        width = number.max() + 1
+        width = self.table.shape[2] if self.k.is_cuda else number.max() + 1  # graphs want one width
         table = self.table[seq[:, None], self.seen_in[made], :width].transpose(1, 0, 2)  # (L, B, P)
         page = self.table[seq[which, None, None], self.kept_in[made[which]], number[:, None, None]]
         place = (
@@ -200,7 +202,7 @@ class PagedKV:
         rows = Ragged(pos, cu_seqlens, 1 if len(pos) == len(seq) else None, None)
         q = self.k.new_empty(0, self.config.n_head, self.config.head_dim)
         mask = paged_mask(q, self.k, rows, n_key, table, self.attention)
-        return PagedPass(self.config, self.k, self.v, layers.tolist(), place, mask)
+        return PagedPass(self, tuple(layers.tolist()), place, mask)
 
 
 def parts_of(config: ModelConfig, max_depth: int) -> tuple[np.ndarray, np.ndarray]:

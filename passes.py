@@ -5,10 +5,15 @@ recursion step, since its weights are the same in all of them, and `leave` runs 
 head for those that are done. Models without routing do the same, their tokens taking every step.
 """
 
+import copy
+import shutil
+import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import router as routing
 from kvcache import PagedKV, PagedPass
@@ -85,3 +90,68 @@ class Passes:
         """Tokens (n, d) that are done to float32 logits (len(last), V) of the rows `last`."""
         x = self.model.run(self.last, x, kv.mask.queries, kv)
         return self.model.logits(self.model.model.norm(x[last]))
+
+
+# ---- passes of fixed sizes -----------------------------------------------------------------------
+
+
+def of_fixed_sizes(passes: Passes) -> Passes | None:
+    """The same passes for batches of one token each, made once for every number of rows."""
+    device = passes.model.cos.device.type
+    if device == "cuda":
+        make = captured
+    elif device == "cpu" and any(map(shutil.which, ("g++", "clang++"))):
+        make = compiled
+    else:
+        print(f"note: there is no compiler for {device} here; going on without.", file=sys.stderr)
+        return None
+    fast = copy.copy(passes)
+    fast.enter, fast.block, fast.leave = map(make, (passes.enter, passes.block, passes.leave))
+    return fast
+
+
+def compiled(function: Callable) -> Callable:
+    """A pass that torch.compile makes anew for every number of rows, its weights packed beforehand.
+
+    PyTorch packs the weights of a linear layer in every call, which for a few rows takes longest;
+    `freezing` makes constants of them, and the C++ template reads them as fast as memory gives.
+    """
+    options = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
+    fast = torch.compile(function, dynamic=False, options=options)
+
+    def run(*given):
+        torch._dynamo.mark_dynamic(given[-1].mask.page_table, 2)  # it grows with the sequences
+        return fast(*given)
+
+    return run
+
+
+def captured(function: Callable) -> Callable:
+    """A pass that is captured as a CUDA graph for every number of rows, and then replayed.
+
+    A replay reads and writes the memory of the capture: what it is given is copied there, and what it
+    made is copied out. Pages are not copied; they stay where they are.
+    """
+    graphs = {}
+
+    def run(*given):
+        size = tuple(x.shape for x in tree_leaves(given) if isinstance(x, Tensor))
+        if size not in graphs:
+            fixed = tree_map_only(Tensor, torch.clone, given)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                function(*fixed)  # Triton compiles, which it cannot in a capture
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                made = function(*fixed)
+            graphs[size] = graph, fixed, made
+        graph, fixed, made = graphs[size]
+        for mine, new in zip(tree_leaves(fixed), tree_leaves(given)):
+            if isinstance(mine, Tensor):
+                mine.copy_(new)
+        graph.replay()
+        return tree_map_only(Tensor, torch.clone, made)
+
+    return run
