@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 
+import tiktoken
 import torch
 
 import distributed
@@ -21,6 +22,7 @@ from dataset import whole_file
 from model import MoR
 from modelconfig import ModelConfig
 from settings import build, convert, merge
+from tokenizer import get_encoding
 
 try:
     import fcntl
@@ -31,7 +33,7 @@ TYPES = {
     "model": dict, "model_config": dict, "encoding": str, "step": int,
     "settings": dict, "optimizer": dict, "data": dict,
 }  # fmt: skip
-KEYS = ("model", "model_config", "encoding", "step")  # the others are for going on alone
+KEYS = ("model", "model_config", "encoding", "step")  # the others are needed to go on, not to sample
 
 
 def save(path: Path, model: MoR, **state) -> None:
@@ -101,6 +103,19 @@ def load_model(state: dict, device: str = "cpu") -> MoR:
         model = MoR(ModelConfig(**state["model_config"]))
         model.load_state_dict(state["model"])
     return model.to(device).eval()
+
+
+def load_trained(
+    path: Path, device: str, keys: tuple[str, ...] = KEYS
+) -> tuple[dict, MoR, tiktoken.Encoding]:
+    """What `load` gives, the model and the encoding, to sample or evaluate; refused if it cannot."""
+    state = load(path, keys)
+    model, encoding = load_model(state, device), get_encoding(state["encoding"])
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise ValueError(f"{path} holds weights that are not finite: its training diverged.")
+    if (known := model.config.vocab_size) < encoding.n_vocab:
+        raise ValueError(f"{path} knows {known} of the {encoding.n_vocab} tokens in its encoding.")
+    return state, model, encoding
 
 
 def load_moments(state: dict, optimizer: torch.optim.AdamW) -> None:

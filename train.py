@@ -30,7 +30,8 @@ from measure import PEAK_FLOPS, fitting_batch
 from model import MoR
 from modelconfig import ModelConfig
 from settings import TrainConfig, build, help_text, lasting_output, parse, split_batch, stop_on_signals
-from tokenizer import get_encoding, token_bytes
+from tokenizer import get_encoding
+from validation import batches_of, mean_figures, rules, validate
 
 # ---- setting up --------------------------------------------------------------------------------------
 
@@ -159,13 +160,6 @@ def peak_flops(t: TrainConfig, device: str) -> float:
 # ---- steps -------------------------------------------------------------------------------------------
 
 
-def documents(run: Run, ids: Tensor) -> Tensor | None:
-    """cu_seqlens of the documents in ids (B, T), where tokens attend within their own alone."""
-    if run.t.within_documents:
-        return document_cu_seqlens(ids, run.encoding.eot_token).to(run.device)
-    return None
-
-
 def update(run: Run, step: int) -> tuple[Tensor, list[dict]]:
     """One optimizer step; returns the gradient's norm and the figures of each forward pass."""
     t, model = run.t, run.model
@@ -177,9 +171,12 @@ def update(run: Run, step: int) -> tuple[Tensor, list[dict]]:
         if config.capacity_warmup:
             model.warm_up_capacity(number)
         x, y = run.rows.rows(number * t.batch_size, t.batch_size)
+        bounds = None
+        if t.within_documents:
+            bounds = document_cu_seqlens(x, run.encoding.eot_token).to(run.device)
         distributed.average_gradients(run.module, n == n_passes - 1)
         with run.autocast:
-            loss, figures = run.module(x.to(run.device), y.to(run.device), documents=documents(run, x))
+            loss, figures = run.module(x.to(run.device), y.to(run.device), documents=bounds)
         (loss / n_passes).backward()
         passes.append({"total_loss": loss.detach(), **figures})
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
@@ -203,53 +200,15 @@ def update(run: Run, step: int) -> tuple[Tensor, list[dict]]:
     return norm, passes
 
 
-def of_all_processes(passes: list[dict]) -> list[dict]:
-    """The passes of every process, on the CPU."""
-    return distributed.gather([{name: x.cpu() for name, x in p.items()} for p in passes])
-
-
-def mean_figures(passes: list[dict]) -> dict:
-    """Figures of several passes as plain numbers and lists; `loss` is the cross entropy alone.
-
-    Means over the passes, except for the choice counts, which are summed, and the load and MaxVio that
-    follow from the sums: batches that are uneven in opposite ways are even together.
-    """
-    out = {name: torch.stack([p[name] for p in passes]).float().mean(0) for name in passes[0]}
-    if "counts" in out:
-        counts = sum(p["counts"] for p in passes)
-        load = counts / counts.sum()
-        out |= {"counts": counts, "load": load, "max_vio": load.max() / load.mean() - 1}
-    out["loss"] = out.pop("lm_loss")
-    return {name: value.tolist() for name, value in out.items()}
-
-
-@torch.no_grad()
 def evaluate(run: Run) -> dict[str, dict]:
-    """Validation loss in nats per token and bits per byte, and routing figures, under each rule.
-
-    Expert-choice has two: "top-k" as trained, which looks ahead, and "causal" as generated. For all
-    other models they are one and the same.
-    """
-    t, model, device = run.t, run.model, run.device
+    """Figures of the validation split under each rule."""
+    t, model = run.t, run.model
     model.eval()
-    x, y = run.val.in_order(t.eval_iters * t.batch_size)
-    batches = list(zip(x.split(t.batch_size), y.split(t.batch_size)))
-    n_bytes = int(token_bytes(run.encoding)[y.numpy()].sum())
-    results = {}
-    for rule in ("top-k", "causal") if model.config.routing == "expert" else ("causal",):
-        passes = []
-        # Each process makes as many passes: a sharded model's weights come from all of them.
-        for first in range(0, len(batches), WORLD):
-            number = first + RANK
-            xs, ys = batches[min(number, len(batches) - 1)]
-            with run.autocast:
-                _, figures = model(xs.to(device), ys.to(device), rule, documents=documents(run, xs))
-            passes += [figures | {"tokens": torch.tensor(ys.numel())}] if number < len(batches) else []
-        passes = of_all_processes(passes)
-        nats = sum(p["lm_loss"].item() * p.pop("tokens").item() for p in passes)
-        results[rule] = mean_figures(passes) | {
-            "loss": nats / y.numel(),
-            "bits_per_byte": nats / math.log(2) / max(1, n_bytes),
+    batches = batches_of(run.val, t.batch_size, t.eval_iters)
+    with run.autocast:
+        results = {
+            rule: validate(model, batches, run.encoding, rule, within_documents=t.within_documents)
+            for rule in rules(model.config)
         }
     model.train()
     return results
@@ -312,7 +271,7 @@ def train(run: Run) -> int:
                 line = {"step": done, "lr": learning_rate(t, step)}
                 line |= {"tokens_per_s": rate * tokens_per_step}
                 line |= {"mfu": rate * step_flops / peak} if peak else {}
-                line |= {"grad_norm": norm.item(), **mean_figures(of_all_processes(passes))}
+                line |= {"grad_norm": norm.item(), **mean_figures(passes)}
                 log.add(line)
                 shown = {"loss": f"{line['loss']:.3f}", "lr": f"{line['lr']:.1e}"}
                 shown |= {"tok/s": f"{line['tokens_per_s']:.0f}"}
