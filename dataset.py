@@ -250,7 +250,7 @@ class Windows:
     def rows(self, first: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows first … first + n - 1: inputs and targets, int64, (n, block_size) each.
 
-        A process's batch is rows(step * global_batch + rank * batch, batch).
+        Pass number n of a run, whichever process makes it, reads rows(n * batch_size, batch_size).
         """
         starts = []
         for epoch, place in (divmod(row, self.per_epoch) for row in range(first, first + n)):
@@ -277,8 +277,6 @@ def document_cu_seqlens(ids: torch.Tensor, eot: int) -> torch.Tensor:
     ids: (B, T) tokens. Returns int64 (n + 1,), from 0 to B * T: rows cu_seqlens[i] to cu_seqlens[i + 1]
     of ids.flatten() are one document. One begins at each window's start and after each `eot`.
     """
-    if ids.dim() != 2 or not ids.numel():
-        raise ValueError(f"documents are found in windows (B, T), not in {tuple(ids.shape)}.")
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, :-1] == eot
     end = torch.tensor([ids.numel()], device=ids.device)

@@ -318,13 +318,6 @@ def test_documents_of_a_split_come_back_from_its_windows(tmp_path):
     assert found == texts
 
 
-def test_documents_need_windows():
-    for shape in [(8,), (1, 2, 3), (0, 4)]:
-        with pytest.raises(ValueError, match="windows") as refused:
-            document_cu_seqlens(torch.zeros(shape, dtype=torch.int64), END)
-        one_sentence(refused)
-
-
 # --- writing datasets -----------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenizer
-from tokenizer import byte_characters, get_encoding, padded_vocab, read_tokenizer_json, token_bytes
+from tokenizer import byte_characters, get_encoding, read_tokenizer_json, token_bytes
 
 ROOT = Path(__file__).resolve().parent
 BYTES = get_encoding("bytes")
@@ -164,10 +164,6 @@ def test_missing_vocabulary_says_which_file_goes_where(monkeypatch, tmp_path, na
     assert encoding.name == name and encoding.decode(encoding.encode_ordinary("in the café 12")) == (
         "in the café 12"
     )
-
-
-def test_padded_vocab():
-    assert [padded_vocab(n) for n in (50257, 49152, 1, 257)] == [50304, 49152, 64, 320]
 
 
 # --- tokenizer.json -------------------------------------------------------------------------------

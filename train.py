@@ -91,7 +91,7 @@ def set_up(given: dict, state: dict | None) -> Run:
     if on_gpu and not t.batch_size and ("batch_size" in given or t.global_batch_size):
         most = min(distributed.gather([fitting_batch(model, autocast)]))
     t = split_batch(t, most, WORLD)
-    t = replace(t, max_iters=run_steps(config, t, t.batch_size))
+    t = replace(t, max_iters=run_steps(config, t))
     branches, start, end = plan(config, t), state["step"] if state else 0, t.max_iters
     if branches:
         end = branches[-1].start
