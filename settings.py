@@ -26,7 +26,7 @@ class TrainConfig:
     within_documents: bool = setting(False, "tokens attend within their own document alone")
     resume: bool = setting(False, "go on from the checkpoint in out_dir")
     seed: int = setting(1337, "seed of weights, batches and random routing")
-    batch_size: int = setting(0, "sequences per process and pass; auto: on a GPU all that fit, else 8")
+    batch_size: int = setting(0, "sequences per process and pass; 0: 8, on a GPU 64; auto: all that fit")
     global_batch_size: int = setting(0, "sequences per optimizer step; 0: those of all passes")
     gradient_accumulation_steps: int = setting(0, "passes per step; 0: as many as that takes, else 1")
     max_iters: int = setting(700, "budget in optimizer steps")

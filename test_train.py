@@ -402,19 +402,27 @@ def test_a_failing_preparation_is_one_sentence(tmp_path, monkeypatch, capsys):
 
 
 def test_a_batch_size_of_auto_is_what_a_gpu_has_memory_for(monkeypatch):
-    model = train.MoR(build(TINY_MODEL)[0])
-    weights, sizes, real = sum(p.nbytes for p in model.parameters()), [], model.forward
-    monkeypatch.setattr(
-        model, "forward", lambda ids, targets: sizes.append(len(ids)) or real(ids, targets)
-    )
+    model = train.MoR(build(TINY_MODEL | {"capacity_warmup": 9})[0])
+    weights, real, calls, room = sum(p.nbytes for p in model.parameters()), model.forward, [], 2
+
+    def forward(ids, targets):
+        calls.append((len(ids), model.capacity))
+        if len(ids) > room:
+            raise torch.OutOfMemoryError
+        return real(ids, targets)
+
+    monkeypatch.setattr(model, "forward", forward)
     free = (1000 + 3 * weights + 25 * 100) / 0.9 + 1  # room for 26
     for name, value in {
         "reset_peak_memory_stats": None, "memory_allocated": 5000, "empty_cache": None,
         "mem_get_info": (free, 10 * free),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 5000 + 900 + 100 * sizes[-1])
-    assert fitting_batch(model, torch.autocast("cpu", enabled=False)) == 16 and sizes == [1, 2]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 5000 + 900 + 100 * calls[-1][0])
+    assert fitting_batch(model, torch.autocast("cpu", enabled=False)) == 16
+    room = 1
+    assert fitting_batch(model, torch.autocast("cpu", enabled=False)) == 1
+    assert calls == [(n, (1.0, 1.0, 1.0)) for n in (1, 2, 1, 2)]  # as at the start of a warm-up
     assert all(p.grad is None for p in model.parameters())
 
 

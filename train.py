@@ -312,8 +312,7 @@ def train(run: Run) -> int:
 
 
 def sample_text(model: MoR, encoding: Encoding) -> str:
-    """What the model makes of a function's beginning."""
-    model.eval()
+    """What a model in eval mode makes of a function's beginning."""
     prompt = encoding.encode_ordinary("def ")[: model.config.block_size]
     steps = generate(model, [prompt], encoding, max_new_tokens=300, temperature=0.6)
     return "".join(text for text, _ in pieces(tokens_with_depths(steps, 0), encoding))
