@@ -18,16 +18,11 @@ import tiktoken
 import torch
 
 import distributed
-from dataset import whole_file
+from dataset import locked, whole_file
 from model import MoR
 from modelconfig import ModelConfig
 from settings import build, convert, merge
 from tokenizer import get_encoding
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where runs are not kept apart
-    fcntl = None
 
 TYPES = {
     "model": dict, "model_config": dict, "encoding": str, "step": int,
@@ -182,24 +177,13 @@ def sole_writer(folder: Path) -> Iterator[None]:
         return
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY) if fcntl else None
-    try:
-        if fcntl:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(
-                    f"another run is writing to {folder}; wait for its end, or give another --out_dir."
-                ) from None
-            except OSError:  # some network drives know no locks
-                pass
-        yield
-    finally:
-        if made:
-            with suppress(OSError):
-                folder.rmdir()
-        if fcntl:
-            os.close(lock)
+    with locked(folder, "--out_dir"):
+        try:
+            yield
+        finally:
+            if made:
+                with suppress(OSError):
+                    folder.rmdir()
 
 
 def kept_up_to(path: Path, step: int) -> bytes:

@@ -7,7 +7,6 @@ bytes. meta.json takes its place when all is done. The scripts data/*/prepare.py
 """
 
 import argparse
-import fcntl
 import functools
 import json
 import multiprocessing
@@ -29,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from dataset import open_shard, whole_file, write_shard
+from dataset import locked, open_shard, whole_file, write_shard
 from settings import lasting_output
 from tokenizer import get_encoding, token_bytes
 
@@ -37,13 +36,17 @@ from tokenizer import get_encoding, token_bytes
 Parts = list[Callable[[int], Iterator[str]]]
 BYTES_PER_TOKEN = 4  # a low guess for English in a vocabulary of 50,000
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 2**19, 256
+PATIENCE = 5  # seconds that the workers of a killed run may take to end
 
 
 def count(text: str) -> int:
     """A positive number, as 100000000 or 1e8."""
-    number = int(float(text))
+    try:
+        number = int(float(text))
+    except (ValueError, OverflowError):
+        number = 0
     if number < 1:
-        raise ValueError(f"{text} is not 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
     return number
 
 
@@ -91,7 +94,7 @@ def prepare(folder: Path, parts: Parts, source: dict, text_bytes: int, args: arg
     }
     plan = {**source, **chosen, "vocabulary": zlib.crc32(sizes_of(args.encoding))}
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
+    with locked(folder, "--out", PATIENCE):
         shards, complete = finished_shards(folder, plan)
         if not complete:
             for left_behind in folder.glob("*.tmp"):
@@ -110,28 +113,6 @@ def prepare(folder: Path, parts: Parts, source: dict, text_bytes: int, args: arg
     sums = summary(shards)["splits"]
     made = ", ".join(f"{split} {split_sums['tokens']:,} tokens" for split, split_sums in sums.items())
     print(f"{folder}: {made}, encoding {args.encoding}; complete after {time.time() - began:.1f} s")
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """One run at a time; a killed one's workers are waited for."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        for _ in range(50):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.1)
-            except OSError:  # some network disks know no locks
-                break
-        else:
-            raise ValueError(
-                f"{folder} is being written by another run; wait for it, or give another --out."
-            )
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def write_json(path: Path, content: dict) -> None:
