@@ -239,14 +239,8 @@ def test_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(dataset, tmp_pat
     assert train.main(argv) == 0
     good = weights(tmp_path)
     # An overflow in the weights: one huge step, the loss after it is not a number.
-    argv = [
-        f"--out_dir={tmp_path}",
-        "--resume",
-        "--max_iters=40",
-        "--learning_rate=1e30",
-        "--warmup_iters=0",
-    ]
-    assert train.main(argv) == 2
+    argv = [f"--out_dir={tmp_path}", "--resume", "--max_iters=40"]
+    assert train.main([*argv, "--learning_rate=1e30", "--warmup_iters=0"]) == 2
     error = capsys.readouterr().err
     assert "not finite at step" in error and f"go on from {tmp_path / 'checkpoint.pt'}" in error
     assert all(torch.equal(w, good[name]) for name, w in weights(tmp_path).items())
@@ -476,15 +470,9 @@ PUBLISHED = {path.stem: [str(path)] for path in sorted((ROOT / "config").glob("*
 @pytest.mark.parametrize("run", PUBLISHED)
 def test_the_published_135m_models_take_two_steps(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "sample_text", lambda *_: "")  # 300 passes through 32 layers
-    small = [
-        "--dataset=pystdlib",
-        "--batch_size=1",
-        "--block_size=64",
-        "--max_iters=2",
-        "--eval_iters=1",
-    ]
-    argv = [*PUBLISHED[run], *small, f"--out_dir={tmp_path}", "--log_interval=1"]
-    assert train.main(argv) == 0
+    small = dict(dataset="pystdlib", batch_size=1, block_size=64, max_iters=2, eval_iters=1)
+    small |= dict(log_interval=1, out_dir=tmp_path)
+    assert train.main([*PUBLISHED[run], *(f"--{k}={v}" for k, v in small.items())]) == 0
     assert all(8 < line["loss"] < 16 for line in losses(tmp_path).values())
     assert (tmp_path / "checkpoint.pt").stat().st_size > 3 * 4 * 60e6
     (tmp_path / "checkpoint.pt").unlink()
