@@ -189,7 +189,7 @@ class Naive:
 
 
 def naive_pass(model: MoR, ids, targets, rule: str, max_depth=None, capacity=None):
-    """Loss and figures of a batch, as MoR.forward gives them, and the closest call of its choices."""
+    """Loss and figures of a batch, as MoR.forward gives them, and each sequence's own pass."""
     c, n_recursion = model.config, model.config.n_recursion
     runs = [Naive(model, row, rule, max_depth, capacity) for row in ids]
     losses = []
@@ -231,7 +231,7 @@ def naive_pass(model: MoR, ids, targets, rule: str, max_depth=None, capacity=Non
                 f[i] * p[:, i].mean() for i in range(n_recursion)
             )
     total = sum(weight * figures[name] for name, weight in coefficient.items() if name in figures)
-    return total, figures, min(run.margin for run in runs)
+    return total, figures, runs
 
 
 # ---- random models -------------------------------------------------------------------------------
@@ -323,6 +323,7 @@ def random_batch(config: ModelConfig, draw: random.Random, n_seq=None, length=No
 @torch.no_grad()
 @pytest.mark.parametrize("sharing, routed, kv_mode", CELLS)
 def test_equals_the_naive_model(sharing, routed, kv_mode):
+    """Loss, figures and depths, and the state and logits of every single position."""
     draw = random.Random(f"{sharing} {routed} {kv_mode}")
     compared = 0
     for seed in range(18 if routed != "none" else 8):
@@ -331,40 +332,23 @@ def test_equals_the_naive_model(sharing, routed, kv_mode):
         ids, targets = random_batch(config, draw)
         rule = draw.choice(("top-k", "top-k", "causal"))
         max_depth = draw.choice((None, None, draw.randint(1, config.n_recursion)))
-        total, figures = model(ids, targets, rule=rule, max_depth=max_depth)
-        expected_total, expected, margin = naive_pass(model, ids, targets, rule, max_depth)
-        if margin < 1e-6:
+        expected_total, expected, runs = naive_pass(model, ids, targets, rule, max_depth)
+        if min(run.margin for run in runs) < 1e-6:
             continue  # float32 may choose otherwise
         compared += 1
+        total, figures = model(ids, targets, rule=rule, max_depth=max_depth)
         assert total.item() == pytest.approx(expected_total, rel=2e-5, abs=2e-5), config
         assert figures.keys() == expected.keys(), config
         for name, value in expected.items():
             np.testing.assert_allclose(figures[name], value, 2e-5, 2e-5, err_msg=f"{name} {config}")
+        n_seq, length = ids.shape
+        rows = model_file.ragged_batch(torch.arange(n_seq + 1) * length, length)
+        x, routed_as = model.hidden(ids.flatten(), rows, rule=rule, max_depth=max_depth)
+        assert routed_as.depth.tolist() == [d for run in runs for d in run.depth]
+        for actual, part in ((x, "x"), (model.logits(x), "logits")):
+            wanted = np.concatenate([getattr(run, part) for run in runs])
+            np.testing.assert_allclose(actual, wanted, 1e-4, 2e-5 * abs(wanted).max())
     assert compared >= 7
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("sharing, routed, kv_mode", CELLS)
-def test_states_and_depths_equal_the_naive_model(sharing, routed, kv_mode):
-    """The figures above are means over a batch; here is every single state."""
-    draw = random.Random(f"states {sharing} {routed} {kv_mode}")
-    seen = set()
-    for seed in range(4):
-        model = random_model(random_config(draw, sharing, routed, kv_mode), seed)
-        ids, _ = random_batch(model.config, draw, length=12)
-        rows = model_file.ragged_batch(torch.arange(len(ids) + 1) * 12, 12)
-        for rule in ("top-k", "causal"):
-            x, routed_as = model.hidden(ids.flatten(), rows, rule=rule)
-            runs = [Naive(model, row, rule) for row in ids]
-            if min(run.margin for run in runs) < 1e-6:
-                continue
-            assert routed_as.depth.tolist() == [d for run in runs for d in run.depth]
-            expected = np.concatenate([run.x for run in runs])
-            np.testing.assert_allclose(x, expected, 1e-4, 2e-5 * abs(expected).max())
-            logits = np.concatenate([run.logits for run in runs])
-            np.testing.assert_allclose(model.logits(x), logits, 1e-4, 2e-5 * abs(logits).max())
-            seen |= set(routed_as.depth.tolist())
-    assert seen
 
 
 @torch.no_grad()
@@ -610,8 +594,8 @@ def test_training_takes_as_many_tokens_as_the_capacity_of_the_moment():
         total, figures = model(ids, targets)
         k = [max(1, math.floor(c * 13)) for c in model.capacity]
         assert (figures["active"] * 13).tolist() == pytest.approx(k)
-        expected_total, expected, margin = naive_pass(model, ids, targets, "top-k", None, model.capacity)
-        assert margin > 1e-6
+        expected_total, expected, runs = naive_pass(model, ids, targets, "top-k", None, model.capacity)
+        assert min(run.margin for run in runs) > 1e-6
         assert total.item() == pytest.approx(expected_total, abs=2e-5)
         np.testing.assert_allclose(figures["accuracy"], expected["accuracy"], atol=1e-6)
     assert k == [11, 7, 2]
