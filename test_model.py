@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_file
 from model import MoR, lm_loss
-from modelconfig import CHOICES, ModelConfig, preset
+from modelconfig import CHOICES, ModelConfig
 
 # ---- the naive model -----------------------------------------------------------------------------
 
@@ -451,38 +451,14 @@ def test_impossible_depths_are_refused(max_depth):
 
 
 def test_a_physical_layer_is_stored_once():
+    """What else is stored, test_flops.py counts."""
     draw = random.Random(1)
     for sharing, routed, kv_mode in CELLS:
-        c = random_config(draw, sharing, routed, kv_mode)
-        model = MoR(c)
-        d, kv_width = c.n_embd, c.n_kv_head * c.n_embd // c.n_head
-        layer = 2 * d + 2 * d * d + 2 * kv_width * d + 3 * d * c.n_ffn
-        n_layers = len({p for p, _ in naive_plan(c)})
-        outputs = {"none": [], "expert": [1] * c.n_recursion, "token": [c.n_recursion]}[routed]
-        if c.sampling == "aux_router" and routed == "expert":
-            outputs = outputs * 2
-        inner = {"linear": 0, "mlp": 2 * d, "wide_mlp": 4 * d}[c.router_type]
-        router = sum(d * inner + inner * n if inner else d * n for n in outputs)
-        expected = c.vocab_size * d + d + n_layers * layer + router
-        assert sum(p.numel() for p in model.parameters()) == expected
-        assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == len(
-            list(model.parameters())
-        )
-        assert len(model.model["layers"]) == n_layers
-
-
-@pytest.mark.parametrize("size, n_recursion, layers, millions", [
-    ("360m", 2, 17, 167), ("360m", 3, 12, 118), ("360m", 4, 10, 98),
-    ("360m", 1, 32, 315), ("135m", 1, 30, 106), ("730m", 1, 26, 654), ("1.7b", 1, 24, 1610),
-])  # fmt: skip
-def test_published_parameter_counts(size, n_recursion, layers, millions):
-    given = preset(f"{'vanilla' if n_recursion == 1 else 'recursive'}-{size}", n_recursion=n_recursion)
-    with torch.device("meta"):
-        model = MoR(ModelConfig(**given))
-    assert len(model.model["layers"]) == layers
-    assert round(sum(p.numel() for p in model.model["layers"].parameters()) / 1e6) == pytest.approx(
-        millions, abs=1 if millions < 1000 else 5
-    )
+        config = random_config(draw, sharing, routed, kv_mode)
+        model = MoR(config)
+        assert len(model.model["layers"]) == len({p for p, _ in naive_plan(config)})
+        stored = list(model.parameters())
+        assert len({p.untyped_storage().data_ptr() for p in stored}) == len(stored)
 
 
 @pytest.mark.parametrize("sharing, routed, kv_mode", [c for c in CELLS if c[0] != "none"])
