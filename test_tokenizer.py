@@ -145,7 +145,7 @@ def test_missing_vocabulary_says_which_file_goes_where(monkeypatch, tmp_path, na
 
     # Put there, it is that encoding.
     (tmp_path / "data" / name).mkdir(parents=True)
-    (tmp_path / "data" / name / "tokenizer.json").write_text(json.dumps(tokenizer_json(RULES[name])))
+    (tmp_path / "data" / name / "tokenizer.json").write_text(json.dumps(trained(name)))
     encoding = get_encoding.__wrapped__(name)
     assert encoding.name == name and encoding.decode(encoding.encode_ordinary("in the café 12")) == (
         "in the café 12"
