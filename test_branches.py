@@ -83,11 +83,13 @@ def test_each_budget_ends_as_a_run_of_its_own(more, dataset, tmp_path, capsys): 
         assert f"to {branch / 'checkpoint.pt'}" in out
         assert checkpoint.load(branch / "plateau.pt")["step"] == int(steps * 0.8)
     assert checkpoint.load(tmp_path / "all" / "checkpoint.pt")["step"] == 16
-    # What is done stays done, and a larger budget prolongs the plateau.
+    # What is done stays done, and larger budgets prolong the plateau; one of them leaves it at its end.
     again = [f"--out_dir={tmp_path / 'all'}", "--resume"]
     assert train.main(again) == 0 and "all budgets" in capsys.readouterr().out
-    assert train.main([*again, f"--budgets={budgets(6, 25)}"]) == 0
-    assert_same_run(folder(tmp_path / "all", 25), alone(dataset, tmp_path / "25", 25, **given))
+    assert train.main([*again, f"--budgets={budgets(6, 21, 25)}"]) == 0
+    for steps in (21, 25):
+        one = alone(dataset, tmp_path / str(steps), steps, **given)
+        assert_same_run(folder(tmp_path / "all", steps), one)
 
 
 def test_a_stop_in_a_cool_down_goes_on_there(dataset, tmp_path, monkeypatch):  # noqa: F811

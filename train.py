@@ -21,7 +21,7 @@ from tqdm import tqdm
 import checkpoint
 import distributed
 import router as routing
-from branches import Branch, check, learning_rate, plan, warmup_iters
+from branches import Branch, check_resumed, learning_rate, plan, warmup_iters
 from dataset import Windows, document_cu_seqlens, open_dataset
 from distributed import RANK, WORLD
 from engine import generate, out_of_memory, pick_device, pieces, tokens_with_depths
@@ -96,7 +96,7 @@ def set_up(given: dict, state: dict | None) -> Run:
     if branches:
         end = branches[-1].start
         t = t if "warmup_iters" in given else replace(t, warmup_iters=warmup_iters(branches))
-        check(branches, state, t.out_dir)
+        check_resumed(branches, state, t.out_dir)
     if start >= t.max_iters or start > end:
         raise ValueError(
             f"{t.out_dir} is at step {start} of {end}; go on with a larger --max_iters or budget."
@@ -233,6 +233,11 @@ def save(run: Run, step: int, path: Path) -> None:
     )
 
 
+def save_plateau(run: Run, branch: Branch) -> None:
+    branch.folder.mkdir(exist_ok=True)
+    save(run, branch.start, branch.plateau)
+
+
 # ---- the run -----------------------------------------------------------------------------------------
 
 
@@ -242,6 +247,9 @@ def train(run: Run) -> int:
     Logs to metrics.jsonl; returns the number of steps done.
     """
     t, config, done = run.t, run.model.config, run.start
+    for branch in run.branches:  # a budget that was added may leave just here
+        if done == branch.start and distributed.any_of(not branch.plateau.exists()):
+            save_plateau(run, branch)
     if done == run.end:
         return done
     tokens_per_step = t.global_batch_size * config.block_size
@@ -286,8 +294,7 @@ def train(run: Run) -> int:
                 evaluating, clock = evaluating + paused, clock + paused
             for branch in run.branches:
                 if done == branch.start:
-                    branch.folder.mkdir(exist_ok=True)
-                    save(run, done, branch.plateau)
+                    save_plateau(run, branch)
             if done % t.eval_interval == 0 or ends:
                 try:
                     log.flush()
