@@ -55,7 +55,7 @@ class TrainConfig:
     compile: str = setting("auto", "torch.compile: yes, no; auto: on a GPU, if one graph will do")
     activation_checkpointing: bool = setting(False, "keep less and compute layers again, to save memory")
     wandb: str = setting("", "project of Weights & Biases to report to as well")
-    peak_flops: float = setting(0.0, "FLOP/s of the device for MFU; 0: looked up for known GPUs")
+    peak_flops: float = setting(0.0, "FLOP/s of one device, for MFU; 0: looked up for known GPUs")
 
     def __post_init__(self):
         for name, options in (

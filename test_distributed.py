@@ -1,5 +1,6 @@
 """Two processes on one CPU train what one trains; when one fails, all end, with its reason."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import torch
 
 import checkpoint
 import train
-from flops import paper_flops
+from flops import paper_flops, train_step_flops
 from settings import build
 from test_train import ROOT, TINY_MODEL, arguments, dataset, losses, wait_for, weights  # noqa: F401
 
@@ -59,13 +60,18 @@ QUICK = ("token_loss_free", "ddp"), ("expert", "fsdp")
     for kind in KINDS for parallel in ("ddp", "fsdp")
 ])  # fmt: skip
 def test_two_processes_train_what_one_trains(kind, parallel, dataset, tmp_path):  # noqa: F811
-    more = dict(max_iters=STEPS, global_batch_size=8, eval_interval=3, eval_iters=3, **KINDS[kind])
+    more = dict(max_iters=STEPS, global_batch_size=8, eval_interval=3, eval_iters=3, peak_flops=1e9)
+    more |= KINDS[kind]
     assert train.main(arguments(dataset, tmp_path / "one", **more)) == 0
     out, _ = torchrun(arguments(dataset, tmp_path / "two", parallel=parallel, **more))
     assert out.count(" steps of 256 tokens on cpu") == 1  # rank 0 alone speaks
     assert_close(tmp_path / "one", tmp_path / "two")
     state = checkpoint.load(tmp_path / "two" / "checkpoint.pt")
     assert state["settings"]["batch_size"] == 2 and state["settings"]["global_batch_size"] == 8
+    flops = train_step_flops(build(TINY_MODEL | KINDS[kind])[0], 1)
+    for out_dir, n_device in (("one", 1), ("two", 2)):  # a share of what all devices could do
+        line = json.loads((tmp_path / out_dir / "metrics.jsonl").read_text().splitlines()[0])
+        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * flops / (n_device * 1e9))
 
 
 @pytest.mark.parametrize("first, parallel, kind", [

@@ -50,7 +50,8 @@ def arguments(data: str, out_dir: Path, **more) -> list[str]:
 def losses(out_dir: Path) -> dict[int, dict]:
     """Logged lines by step, without the clock's figures."""
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-    kept = [{k: v for k, v in x.items() if k != "tokens_per_s"} for x in lines if "loss" in x]
+    clocked = ("tokens_per_s", "mfu")
+    kept = [{k: v for k, v in x.items() if k not in clocked} for x in lines if "loss" in x]
     assert [x["step"] for x in kept] == list(range(1, len(kept) + 1))  # each step once, in order
     return {x["step"]: x for x in kept}
 

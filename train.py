@@ -150,11 +150,12 @@ def compiles(config: ModelConfig, t: TrainConfig, on_gpu: bool) -> bool:
 
 
 def peak_flops(t: TrainConfig, device: str) -> float:
-    """FLOP/s that MFU is measured against; 0 where it is not known."""
-    if t.peak_flops or not device.startswith("cuda"):
-        return t.peak_flops
-    name = torch.cuda.get_device_name(device)
-    return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), 0.0)
+    """FLOP/s of all devices together, which MFU is a share of; 0 where it is not known."""
+    of_one = t.peak_flops
+    if not of_one and device.startswith("cuda"):
+        name = torch.cuda.get_device_name(device)
+        of_one = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), 0.0)
+    return WORLD * of_one
 
 
 # ---- steps -------------------------------------------------------------------------------------------
