@@ -270,10 +270,10 @@ TRAINED = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """The folder of a short run, and beside it the dataset, with some tokens that fill no window."""
+    """A folder of short runs, and of datasets of many documents, whose last tokens fill no window."""
     folder, words = tmp_path_factory.mktemp("run"), random.Random(1)
     for name in ("data", "other"):
-        text = [" ".join(f"w{words.randrange(50)}" for _ in range(30)) for _ in range(10)]
+        text = [" ".join(f"w{words.randrange(50)}" for _ in range(2)) for _ in range(150)]
         write_dataset(folder / name, BYTES, {"train": text, "val": text})
     for out, more in TRAINED.items():
         sizes = {**SIZES, "vocab_size": 257, "n_layer": 5, "warmup_iters": 2, "out_dir": folder / out}
