@@ -89,10 +89,9 @@ def prepare(folder: Path, parts: Parts, source: dict, text_bytes: int, args: arg
     (ValueError), as is a damaged shard or a disk too small for `text_bytes` of text.
     """
     began, encoding = time.time(), get_encoding(args.encoding)
-    chosen = {
-        name: getattr(args, name) for name in ("encoding", "val_tokens", "shard_tokens", "max_tokens")
-    }
-    plan = {**source, **chosen, "vocabulary": zlib.crc32(sizes_of(args.encoding))}
+    names = ("encoding", "val_tokens", "shard_tokens", "max_tokens")
+    plan = {**source, **{name: getattr(args, name) for name in names}}
+    plan["vocabulary"] = zlib.crc32(sizes_of(args.encoding))
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, "--out", PATIENCE):
         shards, complete = finished_shards(folder, plan)
@@ -110,8 +109,8 @@ def prepare(folder: Path, parts: Parts, source: dict, text_bytes: int, args: arg
                 folder / "meta.json", {"encoding": args.encoding, **summary(shards), "plan": plan}
             )
         (folder / "progress.json").unlink(missing_ok=True)
-    sums = summary(shards)["splits"]
-    made = ", ".join(f"{split} {split_sums['tokens']:,} tokens" for split, split_sums in sums.items())
+    splits = summary(shards)["splits"].items()
+    made = ", ".join(f"{split} {sums['tokens']:,} tokens" for split, sums in splits)
     print(f"{folder}: {made}, encoding {args.encoding}; complete after {time.time() - began:.1f} s")
 
 
@@ -185,7 +184,9 @@ def check_disk(folder: Path, total: int, done: int, width: int) -> None:
         )
 
 
-def write_shards(folder, parts, plan, shards, total, args) -> None:
+def write_shards(
+    folder: Path, parts: Parts, plan: dict, shards: list[dict], total: int, args: argparse.Namespace
+) -> None:
     """Appends to `shards` and to the folder until the documents or the tokens asked for are there."""
 
     def wanted() -> int:
@@ -214,8 +215,9 @@ def write_shards(folder, parts, plan, shards, total, args) -> None:
     waiting, size, goal = [], 0, wanted()
     start = tuple(shards[-1]["next"]) if shards else (0, 0)
     done = sum(s["tokens"] for s in shards)
+    texts = placed(parts, start) if goal > 0 else iter(())
     bar = tqdm(total=total, initial=done, unit="token", unit_scale=True, disable=None, leave=False)
-    with bar, tokenized(placed(parts, start) if goal > 0 else iter(()), args) as stream:
+    with bar, tokenized_in_order(texts, args) as stream:
         for document, n_bytes, place in stream:
             waiting.append((document, n_bytes))
             size += document.size
@@ -254,7 +256,7 @@ def placed(parts: Parts, start: tuple[int, int]) -> Iterator[tuple[str, tuple[in
 
 
 @contextmanager
-def tokenized(texts: Iterator, args: argparse.Namespace) -> Iterator[Iterator]:
+def tokenized_in_order(texts: Iterator, args: argparse.Namespace) -> Iterator[Iterator]:
     """Each document's tokens, its bytes of text and the place after it, in order, from processes."""
     pool, running = ProcessPoolExecutor(args.workers, initializer=begin_worker), deque()
     pool.submit(int)  # so the processes are there before reading starts threads
