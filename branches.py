@@ -61,7 +61,8 @@ def plan(config: ModelConfig, t: TrainConfig) -> list[Branch]:
         start = int(steps - max(1.0, t.cooldown * steps))  # from here on the rate may be below its peak
         if not start:
             raise ValueError(f"budgets: {budget:g} FLOPs pay {steps} step; give 2 or more.")
-        name = f"budget-{budget:.15g}".replace("e+", "e")
+        mantissa, exponent = f"{budget:.14e}".split("e")  # 8e10, not 80000000000
+        name = f"budget-{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
         branches.append(Branch(Path(t.out_dir) / name, budget, start, steps))
     return branches
 

@@ -322,9 +322,13 @@ def open_dataset(name: str) -> tuple[Tokens, Tokens]:
         if subprocess.run([sys.executable, prepare]).returncode:
             raise ValueError(f"{prepare} failed, as told above; once that is mended, train again.")
     if not (folder / "meta.json").exists():
-        at_hand = ", ".join(sorted(p.parent.name for p in ROOT.glob("data/*/prepare.py")))
+        script = f"data/{name}/prepare.py"
+        if not (ROOT / script).exists():
+            script = f"data/text/prepare.py FILES --out={name}"
+        made = sorted(p.parent.name for p in ROOT.glob("data/*/meta.json"))
         raise ValueError(
-            f"dataset {name!r} is not prepared in {folder}; run its prepare.py (there are: {at_hand})."
+            f"dataset {name!r} is not prepared in {folder}; run python {script} (there "
+            f"are: {', '.join(made) or 'none'})."
         )
     splits = Tokens(folder, "train"), Tokens(folder, "val")
     if sum(tokens.nbytes for tokens in splits) <= CHECKED_BYTES:

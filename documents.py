@@ -38,7 +38,7 @@ def find_files(inputs: list[Path], besides: Path) -> tuple[list, dict, int]:
             left_out += len(visible) - len(found)
         files += [(path, file) for file in found]
     if left_out:
-        print(f"{left_out} files that are not UTF-8 text are left out")
+        print(f"files left out, for they are not UTF-8 text: {left_out}")
     if not files:
         raise ValueError(
             f"{', '.join(map(str, inputs))} holds no text; give .parquet, .jsonl or text files."

@@ -1,27 +1,28 @@
-"""Generation: one pass over the prompts of all samples at once, then one token per sample and pass.
+"""Inference: a batch that is refilled whenever a token leaves, at whatever depth (paper section 4.2).
 
-`generate` runs the causal rule over a cache of keys and values (paper section 2.2.2); samples leave the
-batch as they end. Noise is a function of seed, sample and token alone, so a sample is the same whatever
-runs beside it. `pieces` makes text of what comes out, each token with its recursion depth.
+Requests wait in a queue, take a slot each, and hold pages of one pool (kvcache.py). In every engine step
+the tokens that are done run the last layer and the head, those that follow them the first layer, and
+then all tokens in flight the shared block, whatever their depth (passes.py). Prompts are read in chunks
+among them. When pages run out, the youngest request is put back, to be computed again later.
 """
 
-import codecs
 import collections
-import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import tiktoken
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kvcache import KVCache
+from kvcache import PagedKV
 from model import MoR
-from ragged import ragged_batch
+from passes import Passes, Tokens
+from sampling import SamplingParams, draw, probabilities, uniform
+from text import text_of
 from tokenizer import token_bytes
 
 
@@ -44,147 +45,312 @@ def out_of_memory(error: Exception) -> bool:
     return no_memory or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 
-class Step(NamedTuple):
-    """One forward pass; samples that have ended are in it no more."""
-
-    read: dict[int, list[tuple[int, int]]]  # sample: (token, depth) of each token that the pass read
-    chosen: dict[int, int]  # sample: the token that follows them
-    cache: KVCache
+DEFAULT = SamplingParams()
 
 
-@torch.no_grad()
-def generate(
-    model: MoR, prompts: list[list[int]], encoding: tiktoken.Encoding, *, max_new_tokens: int,
-    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 1337,
-    stop: Iterable[str] = (), max_depth: int | None = None,
-) -> Iterator[Step]:  # fmt: skip
-    """Continues prompts (token ids, any lengths) with a model in eval mode, one `Step` per pass.
+class Event(NamedTuple):
+    """A token of a request, prompt and all, in order; it is told when it has been read."""
 
-    A sample ends with <|endoftext|>, with the token that completes a `stop` text (both are chosen
-    before they are seen; `pieces` leaves them out), after max_new_tokens, or where the context is full.
+    request: int
+    token: int
+    depth: int | None  # recursion steps that the token took; None: the last one, which nothing reads
+    ends: bool  # whether the request ends with it
+
+
+@dataclass
+class Request:
+    number: int
+    tokens: list[int]  # the prompt, and where it was put back, what had been generated
+    params: SamplingParams
+    n_prompt: int
+    limit: int  # tokens that it can have at most
+    told: int = 0  # tokens that there has been an Event of
+    text: bytes = b""  # the end of what was generated, where a stop text may have begun
+
+
+SLOT = np.dtype(
+    [
+        ("number", int),  # of its request; -1: the slot is free
+        ("length", int),  # tokens known
+        ("seen", int),  # tokens read, or on their way
+        ("n_prompt", int),
+        ("limit", int),
+        ("told", int),
+        ("temperature", float),
+        ("top_k", int),
+        ("top_p", float),
+        ("seed", np.uint64),
+        ("stops", bool),  # whether more than <|endoftext|> and the limit can end it
+    ],
+    align=True,
+)
+ROW = np.dtype([("slot", int), ("pos", int), ("step", int), ("done", bool)], align=True)
+
+
+class Engine:
+    """Generates for many requests at once with a model in eval mode.
+
+    max_batch: requests that are computed at once. max_len: tokens of a request, prompt and all; by
+    default the model's context. kv_bytes: size of the pool of keys and values; by default what max_batch
+    requests of max_len tokens can need. chunk: prompt tokens that start in one step. gather: tokens that
+    are done wait until there are so many, or none is left that is not. continuous=False is static
+    batching, for comparison: all tokens of a batch wait for the deepest, all requests for the longest.
+    encoding: what the tokens mean; then requests end with <|endoftext|>, get no token that is no text,
+    and may name stop texts. max_depth caps the recursion steps.
     """
-    eot, stop = encoding.eot_token, [text.encode() for text in stop]
-    longest_stop = max(map(len, stop), default=0)
-    new = {s: prompt or [eot] for s, prompt in enumerate(prompts)}  # what the next pass reads
-    if (n := max(map(len, new.values()))) > (context := model.config.block_size):
-        raise ValueError(f"a prompt of {n} tokens exceeds the context of {context}; shorten it.")
-    left = {s: min(max_new_tokens, room(model, prompt)) for s, prompt in new.items()}
-    device, dtype = model.cos.device, model.model.norm.weight.dtype
-    longest = max(len(new[s]) + max(0, left[s] - 1) for s in new)
-    cache = KVCache(model.config, len(prompts), longest, device, dtype)
-    usable = torch.from_numpy(token_bytes(encoding) > 0).to(device)
-    usable[eot] = True
-    text = {s: b"" for s in new}  # generated so far
-    for index in itertools.count():
-        lengths = [len(new.get(s, ())) for s in range(len(prompts))]
-        cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], device=device)
-        ids = torch.tensor(list(itertools.chain(*new.values())), device=device)
-        rows = ragged_batch(cu_seqlens, start=cache.seen)
-        x, routed = model.hidden(ids, rows, cache, "causal", max_depth)
-        depths = iter(routed.depth.tolist())
-        read = {s: list(zip(tokens, itertools.islice(depths, len(tokens)))) for s, tokens in new.items()}
-        going = [s for s in new if left[s] > 0]
-        last = cu_seqlens[1:][going] - 1
-        # Ids beyond the encoding, and those of no text in it, are rows that training never met.
-        logits = model.logits(x[last])[:, : len(usable)].masked_fill(~usable, -math.inf)
-        if temperature == 0:
-            tokens = logits.argmax(1)
-        else:
-            u = torch.tensor([noise(seed, s, index) for s in going], device=device, dtype=torch.double)
-            tokens = draw(probabilities(logits, temperature, top_k, top_p), u)
-        chosen = dict(zip(going, tokens.tolist()))
-        yield Step(read, chosen, cache)
-        new = {}
-        for s, token in chosen.items():
-            left[s] -= 1
-            added = text_of(encoding, token)
-            text[s] += added
-            end = text[s][-longest_stop - len(added) :]
-            if left[s] > 0 and token != eot and not any(x in end for x in stop):
-                new[s] = [token]
-        if not new:
+
+    def __init__(
+        self, model: MoR, *, max_batch=32, max_len: int | None = None, kv_bytes: int | None = None,
+        chunk=256, gather=1, continuous=True, max_depth: int | None = None,
+        encoding: tiktoken.Encoding | None = None, attention="auto",
+    ):  # fmt: skip
+        c, weight = model.config, model.model.norm.weight
+        max_len = c.block_size if max_len is None else max_len
+        max_depth = c.n_recursion if max_depth is None else max_depth
+        for name, value, largest in (
+            ("max_batch", max_batch, math.inf),
+            ("max_len", max_len, c.block_size),
+            ("chunk", chunk, math.inf),
+            ("gather", gather, math.inf),
+            ("max_depth", max_depth, c.n_recursion),
+        ):
+            if not 1 <= value <= largest:
+                raise ValueError(f"{name}={value} must lie from 1 to {largest}.")
+        self.model, self.encoding, self.max_len, self.chunk = model, encoding, max_len, chunk
+        self.continuous, self.gather = continuous, gather if continuous else max_batch
+        self.kv = PagedKV(
+            c, max_batch, max_len, max_depth, kv_bytes, weight.device, weight.dtype, attention
+        )
+        self.passes = Passes(model, self.kv)
+        self.waiting: collections.deque[Request] = collections.deque()
+        self.n_submitted = self.n_put_back = 0
+        self.running: list[Request | None] = [None] * max_batch
+        self.slots = np.zeros(max_batch, SLOT)
+        self.slots["number"] = -1
+        self.tokens = np.zeros((max_batch, max_len + 1), int)
+        self.flight = np.zeros(0, ROW)  # tokens on their way,
+        self.state: Tokens | None = None  # … and what the passes keep of each
+        self.n_pass = self.n_row = 0  # passes of the shared block so far, and tokens in them
+        if encoding is not None:
+            self.usable = torch.from_numpy(token_bytes(encoding) > 0).to(weight.device)
+            self.usable[encoding.eot_token] = True
+
+    # ---- requests ----
+
+    def submit(self, tokens: list[int], params: SamplingParams = DEFAULT) -> int:
+        """Queues a prompt; the number that its events bear. An empty one starts a document."""
+        if not tokens and self.encoding is None:
+            raise ValueError("the prompt is empty; give at least one token.")
+        tokens = list(tokens) or [self.encoding.eot_token]
+        n, n_vocab = len(tokens), self.model.config.vocab_size
+        if n > self.max_len:
+            raise ValueError(
+                f"a prompt of {n} tokens exceeds the context of {self.max_len}; shorten it."
+            )
+        if not 0 <= min(tokens) <= max(tokens) < n_vocab:
+            raise ValueError(f"the prompt has tokens outside the model's vocabulary of {n_vocab}.")
+        if params.stop and self.encoding is None:
+            raise ValueError("stop texts need an engine that knows the encoding; give stop_tokens.")
+        limit = min(n + params.max_new_tokens, self.max_len + 1)  # nothing reads the last one
+        need, page_bytes = self.kv.pages(max(n, limit - 1)), self.kv.page_bytes
+        if need > self.kv.n_page:
+            raise ValueError(
+                f"a request of {limit} tokens can need {need * page_bytes:,} bytes of keys and values, "
+                f"but there are {self.kv.n_page * page_bytes:,}; raise kv_bytes or lower max_new_tokens."
+            )
+        self.waiting.append(Request(self.n_submitted, tokens, params, n, limit))
+        self.n_submitted += 1
+        return self.n_submitted - 1
+
+    def busy(self) -> bool:
+        """Whether some request has not ended."""
+        return bool(self.waiting) or any(self.running)
+
+    def stream(self) -> Iterator[Event]:
+        """The events of all requests, until all have ended."""
+        while self.busy():
+            yield from self.step()
+
+    def generate(
+        self, prompts: Iterable[list[int]], params: SamplingParams = DEFAULT
+    ) -> list[list[int]]:
+        """The tokens that follow each prompt, with <|endoftext|> where that ended it."""
+        n_prompt = {self.submit(prompt, params): max(1, len(prompt)) for prompt in prompts}
+        tokens = {number: [] for number in n_prompt}
+        for event in self.stream():
+            tokens[event.request].append(event.token)
+        return [tokens[number][n:] for number, n in n_prompt.items()]
+
+    # ---- one step ----
+
+    @torch.no_grad()
+    def step(self) -> list[Event]:
+        """What tokens that are done, and new ones, wait for, then one pass of the shared block."""
+        events = self.leave()
+        self.admit()
+        self.enter()
+        self.pass_block()
+        return events
+
+    def leave(self) -> list[Event]:
+        """Last layer, head and sampling, for slots whose tokens on their way are all done."""
+        flight = self.flight
+        on_way, done = (
+            np.bincount(flight["slot"][which], minlength=len(self.slots))
+            for which in (slice(None), flight["done"])
+        )
+        ready = (on_way > 0) & (on_way == done)
+        if not ready.any() or (ready.sum() < self.gather and not flight["done"].all()):
+            return []
+        rows, slots, counts = self.by_slot(ready[flight["slot"]])
+        row, s, last = flight[rows], self.slots[slots], counts.cumsum() - 1
+        read_all = s["seen"] == s["length"]
+        grows = read_all & (s["length"] < s["limit"])
+        kv = self.kv.over(slots, counts, row["pos"], self.kv.outer[1:])
+        logits = self.passes.leave(self.state.x[self.on_device(rows)], self.on_device(last[grows]), kv)
+        self.drop(rows)
+
+        ends = np.zeros(len(rows), bool)
+        ends[last] = read_all & ~grows
+        depth = row["step"] * self.kv.steps_per_pass
+        which = np.flatnonzero(row["pos"] >= s["told"].repeat(counts))
+        columns = s["number"].repeat(counts), self.tokens[row["slot"], row["pos"]], depth, ends
+        events = [Event(*values) for values in zip(*(c[which].tolist() for c in columns))]
+        self.slots["told"][slots] = np.maximum(s["told"], row["pos"][last] + 1)
+
+        grown, at = slots[grows], s["length"][grows]
+        new = self.choose(logits, grown)
+        self.tokens[grown, at] = new
+        self.slots["length"][grown] += 1
+        ended = at + 1 == s["limit"][grows]
+        if self.encoding is not None:
+            ended |= new == self.encoding.eot_token
+        for i in np.flatnonzero(s["stops"][grows]):
+            ended[i] |= self.stops(self.running[grown[i]], int(new[i]))
+        numbers = s["number"][grows]
+        events += [
+            Event(n, token, None, True) for n, token in zip(numbers[ended].tolist(), new[ended].tolist())
+        ]
+        self.vacate(np.concatenate((grown[ended], slots[read_all & ~grows])))
+        return events
+
+    def admit(self) -> None:
+        """Requests from the queue take free slots while there are pages for all that is to be read."""
+        free = np.flatnonzero(self.slots["number"] < 0)
+        if not self.continuous and len(free) < len(self.slots):
             return
+        unread = (self.slots["length"] - self.slots["seen"])[self.slots["number"] >= 0]
+        promised = self.kv.pages(unread[unread > 1]).sum()
+        for slot in free:
+            if not self.waiting:
+                return
+            promised += self.kv.pages(len(self.waiting[0].tokens))
+            if promised > self.kv.n_free:
+                return
+            r = self.running[slot] = self.waiting.popleft()
+            p, n = r.params, len(r.tokens)
+            self.tokens[slot, :n] = r.tokens
+            stops = bool(p.stop or p.stop_tokens)
+            self.slots[slot] = (
+                r.number, n, 0, r.n_prompt, r.limit, r.told,
+                p.temperature, p.top_k, p.top_p, p.seed, stops,
+            )  # fmt: skip
 
-
-def room(model: MoR, prompt: list[int]) -> int:
-    """Tokens that fit behind a prompt; the last may stand past the context, since nothing reads it."""
-    return model.config.block_size - len(prompt) + 1
-
-
-def noise(seed: int, sample: int, index: int) -> float:
-    """Uniform in [0, 1), from these three alone: a sample does not depend on its companions."""
-    return np.random.default_rng((seed, sample, index)).random()
-
-
-def probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Logits (B, V) to float64 weights (B, V); tokens cut off by top_k, then by top_p, weigh 0."""
-    logits = logits.double()
-    p = ((logits - logits.amax(1, keepdim=True)) / temperature).softmax(1)
-    if not top_k and top_p == 1:
-        return p
-    best, order = p.sort(dim=1, descending=True, stable=True)
-    best[:, top_k or best.shape[1] :] = 0
-    above = F.pad(best.cumsum(1)[:, :-1], (1, 0))  # weight of all better tokens
-    beyond = above >= top_p * best.sum(1, keepdim=True)
-    beyond[:, 0] = False  # whatever top_p rounds to, the best token stays
-    best[beyond] = 0
-    return torch.zeros_like(p).scatter(1, order, best)
-
-
-def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """Weights (B, V) and u (B,) in [0, 1) to tokens (B,): where the running sum first exceeds u."""
-    running = weights.cumsum(1)
-    return (running > u[:, None] * running[:, -1:]).int().argmax(1)
-
-
-# ---- tokens as text ------------------------------------------------------------------------------
-
-
-def text_of(encoding: tiktoken.Encoding, token: int) -> bytes:
-    return b"" if token == encoding.eot_token else encoding.decode_single_token_bytes(token)
-
-
-def tokens_with_depths(steps: Iterable[Step], sample: int) -> Iterator[tuple[int, int | None]]:
-    """The (token, depth) of one sample, prompt and all, as steps arrive; of the last, depth None."""
-    last = None
-    for step in steps:
-        if sample in step.read:
-            yield from step.read[sample]
-            last = step.chosen.get(sample)
-    if last is not None:
-        yield last, None
-
-
-def pieces(
-    tokens: Iterable[tuple[int, int | None]], encoding: tiktoken.Encoding,
-    n_prompt: int = 0, stop: Iterable[str] = (),
-) -> Iterator[tuple[str, int | None]]:  # fmt: skip
-    """(token, depth) to (text, depth), one per token, up to a `stop` text behind n_prompt tokens.
-
-    A character that several tokens spell comes with the last of them, the others have no text; one
-    that is never completed is left out. Tokens that may begin a stop text wait until that is clear.
-    """
-    stop = [text.encode() for text in stop]
-    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-    waiting, text = collections.deque(), b""
-    for index, (token, depth) in enumerate(tokens):
-        waiting.append((text_of(encoding, token), depth))
-        text += waiting[-1][0]
-        watched = stop if index >= n_prompt else []
-        found = [text.find(x) for x in watched if x in text]
-        clear = min(found) if found else len(text) - begun(text, watched)
-        while waiting and len(waiting[0][0]) <= clear:
-            part, depth = waiting.popleft()
-            clear, text = clear - len(part), text[len(part) :]
-            yield decode(part), depth
-        if found:
-            if clear:
-                yield decode(text[:clear]), waiting[0][1]
+    def enter(self) -> None:
+        """Embedding and first layer, for the tokens of slots that have none on their way."""
+        s = self.slots
+        idle = s["number"] >= 0
+        idle[self.flight["slot"]] = False
+        counts = np.where(idle, s["length"] - s["seen"], 0)
+        prompts = np.flatnonzero(counts > 1)
+        prompts = prompts[s["number"][prompts].argsort()]
+        before = counts[prompts].cumsum() - counts[prompts]
+        counts[prompts] = np.clip(self.chunk - before, 0, counts[prompts])
+        slots = np.flatnonzero(counts)
+        counts = counts[slots]
+        if len(slots) == 0:
             return
-    for part, depth in waiting:
-        yield decode(part), depth
+        if not self.kv.reserve(slots, counts):
+            self.put_back()
+            return self.enter()
+        new = np.zeros(counts.sum(), ROW)
+        new["slot"] = slots.repeat(counts)
+        new["pos"] = np.arange(len(new)) + (s["seen"][slots] + counts - counts.cumsum()).repeat(counts)
+        kv = self.kv.over(slots, counts, new["pos"], self.kv.outer[:1])
+        ids = self.on_device(self.tokens[new["slot"], new["pos"]])
+        state, done = self.passes.enter(ids, kv)
+        new["done"] = done.cpu().numpy()
+        s["seen"][slots] += counts
+        self.state = self.state.join(state) if len(self.flight) else state
+        self.flight = np.concatenate((self.flight, new))
 
+    def pass_block(self) -> None:
+        """The shared block, once, for all tokens that are not done, whatever their depth."""
+        rows, slots, counts = self.by_slot(~self.flight["done"])
+        if len(rows) == 0:
+            return
+        row = self.flight[rows]
+        step = row["step"][counts.cumsum() - 1]  # tokens of a slot start together and stay so
+        if self.kv.by_step and not self.kv.reserve(slots, counts, step):
+            self.put_back()
+            return self.pass_block()
+        kv = self.kv.over(slots, counts, row["pos"], self.kv.in_step[0], step)
+        index = self.on_device(rows)
+        state, done = self.passes.block(self.state.take(index), self.on_device(row["step"]), kv)
+        self.state.put(index, state)
+        self.flight["step"][rows] += 1
+        self.flight["done"][rows] = done.cpu().numpy()
+        self.n_pass += 1
+        self.n_row += len(rows)
 
-def begun(text: bytes, stop: list[bytes]) -> int:
-    """How many bytes at the end of `text` may be the beginning of a stop text."""
-    return max((n for x in stop for n in range(1, len(x)) if text.endswith(x[:n])), default=0)
+    # ---- what the steps need ----
+
+    def choose(self, logits: Tensor, slots: np.ndarray) -> np.ndarray:
+        """Logits (B, V) of slots (B,) to their next tokens (B,)."""
+        s = self.slots[slots]
+        if self.encoding is not None:
+            # Ids beyond the encoding, and those of no text in it, are rows that training never met.
+            logits = logits[:, : len(self.usable)].masked_fill(~self.usable, -math.inf)
+        if (s["temperature"] == 0).all():
+            return logits.argmax(1).cpu().numpy()
+        asked = (self.on_device(s[name]) for name in ("temperature", "top_k", "top_p"))
+        u = uniform(s["seed"], (s["length"] - s["n_prompt"]).astype(np.uint64))
+        return draw(probabilities(logits, *asked), self.on_device(u)).cpu().numpy()
+
+    def stops(self, request: Request, token: int) -> bool:
+        """Whether a token just generated ends a request that has conditions of its own."""
+        stop = [text.encode() for text in request.params.stop]
+        if stop:
+            added = text_of(self.encoding, token)
+            request.text = (request.text + added)[-len(added) - max(map(len, stop)) :]
+        return token in request.params.stop_tokens or any(text in request.text for text in stop)
+
+    def by_slot(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The rows in flight that `which` marks, by slot and position; those slots; rows of each."""
+        rows = np.flatnonzero(which)
+        rows = rows[np.lexsort((self.flight["pos"][rows], self.flight["slot"][rows]))]
+        return rows, *np.unique(self.flight["slot"][rows], return_counts=True)
+
+    def drop(self, rows: np.ndarray) -> None:
+        """Takes rows out of flight."""
+        keep = np.delete(np.arange(len(self.flight)), rows)
+        self.flight, self.state = self.flight[keep], self.state.take(self.on_device(keep))
+
+    def put_back(self) -> None:
+        """The youngest request gives its slot and pages back, and waits to be computed again."""
+        slot = self.slots["number"].argmax()
+        request, s = self.running[slot], self.slots[slot]
+        request.tokens, request.told = self.tokens[slot, : s["length"]].tolist(), int(s["told"])
+        self.waiting.appendleft(request)
+        self.drop(np.flatnonzero(self.flight["slot"] == slot))
+        self.vacate(np.array([slot]))
+        self.n_put_back += 1
+
+    def vacate(self, slots: np.ndarray) -> None:
+        self.kv.release(slots)
+        self.slots["number"][slots] = -1
+        for slot in slots:
+            self.running[slot] = None
+
+    def on_device(self, x: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x)).to(self.kv.k.device, non_blocking=True)

@@ -20,10 +20,12 @@ from tqdm import tqdm
 
 import checkpoint
 from dataset import Windows, open_dataset, whole_file
-from engine import generate, out_of_memory, pick_device, pieces
+from engine import Engine, out_of_memory, pick_device
 from model import CHUNK_LOGITS, MoR
 from ragged import ragged_batch
+from sampling import SamplingParams
 from settings import TrainConfig, build, open_streams, silence
+from text import pieces
 from tokenizer import token_bytes
 from validation import batches_of, rules, validate
 
@@ -136,7 +138,7 @@ class Scorer:
         ids = torch.tensor([token for tokens in texts for token in tokens[:-1]], device=device)
         one_length = lengths[0] if len(set(lengths)) == 1 else None
         rows = ragged_batch(torch.tensor([0, *ends], device=device), one_length)
-        x, _ = self.model.hidden(ids, rows, None, self.rule, self.max_depth)
+        x, _ = self.model.hidden(ids, rows, self.rule, self.max_depth)
         x = x[[row for end, n in zip(ends, counts) for row in range(end - n, end)]]
         targets = [token for tokens, n in zip(texts, counts) for token in tokens[-n:]]
         targets, log_p, greedy = torch.tensor(targets, device=device), [], []
@@ -155,27 +157,28 @@ class Scorer:
 
         A context loses its beginning where the new tokens would not fit, but half a block of it stays.
         """
-        prompts, kinds, size = [], [], self.model.config.block_size
+        c, asked = self.model.config, []
+        engine = Engine(
+            self.model, max_batch=self.batch_size, encoding=self.encoding, max_depth=self.max_depth
+        )
         for context, given in (request.args for request in requests):
             if given.get("do_sample", given.get("temperature")):
                 raise ValueError("a task asks for sampled texts, but these are greedy; leave it out.")
             until, n_new = given.get("until") or [], int(given.get("max_gen_toks", 256))
-            kinds.append((tuple(filter(None, [until] if isinstance(until, str) else until)), n_new))
-            keep = max(1, size // 2, size + 1 - n_new)
-            prompts.append(self.encoding.encode_ordinary(context)[-keep:] or [self.encoding.eot_token])
-        results = [""] * len(requests)
-        for batch in batches_alike([len(prompt) for prompt in prompts], kinds, self.batch_size):
-            (until, n_new), new = kinds[batch[0]], [[] for _ in batch]
-            for step in generate(
-                self.model, [prompts[i] for i in batch], self.encoding, max_new_tokens=n_new,
-                temperature=0, stop=until, max_depth=self.max_depth,
-            ):  # fmt: skip
-                for sample, token in step.chosen.items():
-                    new[sample].append((token, None))
-            for i, tokens in zip(batch, new):
-                text = pieces(tokens, self.encoding, 0, until)
-                results[i] = "".join(piece for piece, _ in text)
-        return results
+            until = tuple(filter(None, [until] if isinstance(until, str) else until))
+            keep = max(1, c.block_size // 2, c.block_size + 1 - n_new)
+            prompt = self.encoding.encode_ordinary(context)[-keep:] or [self.encoding.eot_token]
+            engine.submit(prompt, SamplingParams(n_new, temperature=0, stop=until))
+            asked.append((len(prompt), until))
+        tokens = [[] for _ in requests]
+        with tqdm(total=len(requests), unit="text", disable=None) as bar:
+            for event in engine.stream():
+                tokens[event.request].append((event.token, None))
+                bar.update(event.ends)
+        return [
+            "".join(text for text, _ in pieces(new[n:], self.encoding, 0, until))
+            for new, (n, until) in zip(tokens, asked)
+        ]
 
 
 def paper_figures(results: dict) -> dict[str, float]:

@@ -159,17 +159,23 @@ def parameters(config: ModelConfig) -> Parameters:
     )
 
 
-def cache_bytes(config: ModelConfig, seq_len: int, bytes_per_element: int) -> int:
+def cache_bytes(
+    config: ModelConfig, seq_len: int, bytes_per_element: int, per_step: list[int] | None = None,
+    page_size: int = 1,
+) -> int:  # fmt: skip
     """Bytes of the keys and values that one sequence of seq_len tokens stores (section 2.2.2).
 
     Recursion-wise a layer stores its active tokens; shared, only first uses store, every token;
-    shared with update, every unrolled layer stores a row for every token.
+    shared with update, every unrolled layer stores a row for every token. Active are as many as the
+    capacities say, unless `per_step` tells; rows are rounded up to pages of page_size.
     """
-    rows = 0
-    for layer, n in enumerate(active_tokens(config, seq_len)):
+    active, n_page = active_tokens(config, seq_len), 0
+    if per_step is not None:
+        active = [seq_len if step is None else per_step[step] for step in config.steps]
+    for layer, n in enumerate(active):
         if config.makes_keys(layer):
-            rows += n if config.kv_mode == "recursion" else seq_len
-    return rows * 2 * config.n_kv_head * config.head_dim * bytes_per_element
+            n_page += math.ceil((n if config.kv_mode == "recursion" else seq_len) / page_size)
+    return n_page * page_size * 2 * config.n_kv_head * config.head_dim * bytes_per_element
 
 
 def relative_batch(n_recursion: int, vanilla: int = 32) -> int:
@@ -228,11 +234,13 @@ def cost_lines(config: ModelConfig, train: TrainConfig) -> Iterator[tuple[str, s
     yield "FLOPs per step", f"{per_step}, {backward}"
     steps = run_steps(config, split)
     spent = f"{short(steps * tokens)} tokens, {short(steps * tokens * paper)} FLOPs as the paper counts"
-    yield "budget", f"{steps:,} steps, {spent}"
+    largest = f"; the largest of {len(train.budgets)} budgets" if len(train.budgets) > 1 else ""
+    yield "budget", f"{steps:,} steps, {spent}{largest}"
     width = 2 if config.vocab_size <= 2**16 else 4
     yield "tokens on disk", f"{short(width * steps * tokens)}B, each read once"
     hours = steps * train_step_flops(config, tokens) / (8 * H100_FLOPS * ASSUMED_MFU) / 3600
-    yield "time", f"{hours:.3g} hours on 8 H100, computed for an assumed MFU of {ASSUMED_MFU:.0%}"
+    time = f"{hours:.3g} hours" if hours > 0.1 else f"{hours * 3600:.3g} seconds"
+    yield "time", f"{time} on 8 H100, computed for an assumed MFU of {ASSUMED_MFU:.0%}"
     for mode in CHOICES["kv_mode"]:
         try:
             size = cache_bytes(replace(config, kv_mode=mode), config.block_size, 4)

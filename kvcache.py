@@ -3,14 +3,17 @@
 Recursion-wise, each step has keys of its own, made by the tokens active in it. Shared, they are made
 where a physical layer is first used, by all tokens, and reused wherever it is used again. With
 update, a later step sees the shared rows with those of its active tokens replaced by fresh ones, for
-that step alone. A forward pass over whole sequences keeps them in `PassKV`, generation in `KVCache`.
+that step alone. A forward pass over whole sequences keeps them in `PassKV`, generation in `PagedKV`:
+one pool of pages, of which a recursion step takes some only for the tokens that were active in it.
 """
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import depth_attention, depth_mask
+from kernels import PagedMask, depth_attention, depth_mask, paged_attention, paged_mask, store_pages
 from modelconfig import ModelConfig
 from ragged import Ragged
 
@@ -18,19 +21,15 @@ from ragged import Ragged
 class PassKV:
     """Keys and values of one forward pass over whole sequences; nothing outlives the pass."""
 
-    def __init__(self, config: ModelConfig, attention: str):
-        self.config = config
+    def __init__(self, config: ModelConfig, attention: str, all_rows: Ragged):
+        self.config, self.all_rows = config, all_rows
         self.attention = attention  # who computes it, see kernels.runs_triton
         self.made = {}  # unrolled layer -> its keys and values
 
-    def begin(self, rows: Ragged) -> None:
-        self.all_rows = rows
-
-    def enter(self, rows: Ragged, step: int | None) -> "PassKV":
+    def enter(self, rows: Ragged) -> "PassKV":
         """What layers that run on these rows attend through, also when they are computed again."""
-        entered = PassKV(self.config, self.attention)
-        entered.made, entered.all_rows = self.made, self.all_rows
-        entered.rows, entered.mask = rows, None
+        entered = PassKV(self.config, self.attention, self.all_rows)
+        entered.made, entered.rows, entered.mask = self.made, rows, None
         return entered
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
@@ -50,78 +49,170 @@ class PassKV:
         return depth_attention(q, k, v, self.mask)
 
 
-class KVCache:
-    """Keys and values of `n_seq` growing sequences of up to `max_len` tokens each.
+PAGE_SIZE = 16  # rows of a page
 
-    A layer that makes keys stores them in a tensor (n_seq, max_len, Hkv, D). Recursion-wise, a step's
-    rows are those of its active tokens back to back, and a token sees as many as were stored up to
-    itself. Shared, row j is position j, and a token sees the rows up to its own position.
 
-    Shared with update stores one full-length tensor per layer and step: the rows of the first use, with
-    those of the step's active tokens replaced. What a token saw in training is then one contiguous
-    range; to store the replaced rows alone would save (R-1)/2R of it, but every decoded token would
-    have to merge two lists by position.
-    """
+class PagedPass(NamedTuple):
+    """What the layers of one pass attend through: where its new rows go, and which pages they see."""
 
-    def __init__(self, config: ModelConfig, n_seq: int, max_len: int, device="cpu", dtype=torch.float32):
-        self.config = config
-        self.shape = (n_seq, max_len, config.n_kv_head, config.head_dim)
-        self.k, self.v = {}, {}  # unrolled layer -> stored keys, values; allocated when first made
-        self.device, self.dtype = device, dtype
-        self.seen = torch.zeros(n_seq, dtype=torch.long, device=device)  # (n_seq,) tokens so far
-        self.stored = [torch.zeros_like(self.seen) for _ in range(config.n_recursion)]  # … by each step
-
-    def begin(self, rows: Ragged) -> None:
-        """Opens a pass over new tokens, at positions `seen` and up of every sequence."""
-        self.seen = self.seen + rows.cu_seqlens.diff()
-
-    def enter(self, rows: Ragged, step: int | None) -> "KVCache":
-        sequence, counts = rows.sequence(), rows.cu_seqlens.diff()
-        rank = torch.arange(len(sequence), device=sequence.device) - rows.cu_seqlens[sequence]
-        place = rows.pos
-        if self.config.kv_mode == "recursion" and step is not None:
-            place = rank + self.stored[step][sequence]
-            self.stored[step] = self.stored[step] + counts
-        self.place = sequence, place
-        # Queries are padded to (B, T); a padded one sees one key, and nobody reads what it gets.
-        self.padded = sequence, rank
-        visible = torch.ones(len(counts), int(counts.max()), dtype=torch.long, device=self.device)
-        visible[self.padded] = place + 1
-        self.n_key = int(visible.max())
-        self.mask = torch.arange(self.n_key, device=self.device) < visible[:, None, :, None]
-        return self
+    config: ModelConfig
+    k_pages: Tensor  # (n_page, PAGE_SIZE, Hkv, D)
+    v_pages: Tensor
+    layers: list[int]  # the L unrolled layers of the pass, as the model calls them
+    place: Tensor  # (L, copies * N) page * PAGE_SIZE + slot of each new row
+    mask: PagedMask  # its page_table is (L, B, P), one for each layer
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        """Attention (N, H, D) of an unrolled layer; k and v are None where it reuses older ones."""
+        i = self.layers.index(layer)
         if k is not None:
-            self.store(layer, k, v)
-        source = layer if k is not None else self.config.first_use[layer]
-        q_padded = q.new_zeros(self.mask.shape[0], self.mask.shape[2], *q.shape[1:])
-        q_padded[self.padded] = q
-        y = F.scaled_dot_product_attention(
-            q_padded.transpose(1, 2),
-            self.k[source][:, : self.n_key].transpose(1, 2).to(q.dtype),
-            self.v[source][:, : self.n_key].transpose(1, 2).to(q.dtype),
-            self.mask,
-            enable_gqa=True,
-        )
-        return y.transpose(1, 2)[self.padded]
+            if copies := len(self.place[i]) // len(k) - 1:
+                k, v = (torch.cat((x, *[x] * copies)) for x in (k, v))
+            store_pages(k, v, self.k_pages, self.v_pages, self.place[i], self.mask)
+        mask = self.mask._replace(page_table=self.mask.page_table[i])
+        return paged_attention(q, self.k_pages, self.v_pages, mask)
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        first_use, layers = self.config.first_use, [layer]
-        if self.config.kv_mode == "shared_update" and first_use[layer] == layer:
-            # Every later step starts from these rows, also for the tokens that never get there.
-            layers = [n for n, source in enumerate(first_use) if source == layer]
-        for n in layers:
-            if n not in self.k:
-                self.k[n] = torch.zeros(self.shape, device=self.device, dtype=self.dtype)
-                self.v[n] = torch.zeros_like(self.k[n])
-            self.k[n][self.place] = k.to(self.dtype)
-            self.v[n][self.place] = v.to(self.dtype)
+
+class PagedKV:
+    """Keys and values of up to n_seq growing sequences, in one pool of pages of equal size.
+
+    A page holds PAGE_SIZE rows of one layer of one sequence. Recursion-wise, a step's rows are those of
+    its active tokens back to back, and a token sees as many as were stored up to itself. Otherwise row j
+    is position j, and a token sees the rows up to its own position.
+
+    Shared with update stores one full-length list of rows per layer and step: those of the first use,
+    with those of the step's active tokens replaced. What a token saw in training is then one list; to
+    store the replaced rows alone would save (R-1)/2R of it, but every decoded token would have to merge
+    two lists by position.
+
+    The books are kept on the host, in arrays over sequences; a pass gets the part that it needs. Page 0
+    is nobody's: rows that need not be kept are written there.
+    """
+
+    def __init__(
+        self, config: ModelConfig, n_seq: int, max_len: int, max_depth: int, pool_bytes: int | None,
+        device="cpu", dtype=torch.float32, attention="auto",
+    ):  # fmt: skip
+        self.config, self.attention = config, attention
+        every, nobody = np.arange(config.n_layer), config.n_layer
+        self.outer, self.in_step = parts_of(config, max_depth)
+        self.steps_per_pass = max_depth // len(self.in_step)
+        # Layers that make keys grow together where the same tokens pass them: a step's, and the others.
+        self.by_step = config.routing != "none" and config.kv_mode == "recursion"
+        made = [n for n in (*self.outer, *self.in_step.flat) if config.makes_keys(n)]
+        self.grown_by_all = self.outer if self.by_step else np.array(made)
+        # The layer whose rows a layer sees, and those that its new rows go to.
+        self.seen_in = np.array(config.first_use) if config.kv_mode == "shared" else every
+        self.kept_in = np.array([[n if config.makes_keys(n) else nobody] for n in every])
+        if config.kv_mode == "shared_update":  # every later step starts from the rows of the first use,
+            self.kept_in = np.pad(
+                self.kept_in, ((0, 0), (0, len(self.in_step) - 1)), constant_values=nobody
+            )
+            self.kept_in[self.in_step[0]] = self.in_step.T  # also for the tokens that never get there
+        # The last sequence and the last layer are nobody's.
+        self.table = np.zeros((n_seq + 1, nobody + 1, -(-max_len // PAGE_SIZE)), np.int32)
+        self.rows = np.zeros((n_seq + 1, 1 + len(self.in_step)), int)  # of all tokens, of each step's
+        self.rows[n_seq] = 1
+        self.page_bytes = 2 * PAGE_SIZE * config.n_kv_head * config.head_dim * dtype.itemsize
+        self.n_page = (
+            n_seq * self.pages(max_len) if pool_bytes is None else pool_bytes // self.page_bytes
+        )
+        shape = (self.n_page + 1, PAGE_SIZE, config.n_kv_head, config.head_dim)
+        self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
+        self.free = np.arange(self.n_page, 0, -1, dtype=np.int32)  # a stack: its first n_free are free
+        self.n_free = self.least_free = self.n_page
+
+    # ---- pages ----
+
+    def pages(self, n_token: int | np.ndarray) -> int | np.ndarray:
+        """Pages of n_token tokens of a sequence, all of them as deep as can be."""
+        n_layer = len(self.grown_by_all) + self.by_step * self.in_step.size
+        return -(-n_token // PAGE_SIZE) * n_layer
 
     def bytes_in_use(self) -> int:
-        """Bytes of the rows in use; each layer's tensor is allocated for max_len of them."""
-        steps = [self.config.steps[layer] for layer in self.k]
-        if self.config.kv_mode != "recursion" or self.config.routing == "none":
-            steps = [None] * len(steps)
-        rows = sum(int((self.seen if step is None else self.stored[step]).sum()) for step in steps)
-        return rows * 2 * self.config.n_kv_head * self.config.head_dim * self.dtype.itemsize
+        return (self.n_page - self.n_free) * self.page_bytes
+
+    def most_bytes(self) -> int:
+        """Bytes in use when they were most."""
+        return (self.n_page - self.least_free) * self.page_bytes
+
+    def reserve(self, seq: np.ndarray, n_new: np.ndarray, step: np.ndarray | None = None) -> bool:
+        """Whether the pool has pages for n_new (B,) more rows of sequences seq (B,), which get them.
+
+        step (B,): the rows are those of layers in that recursion step; None: in the layers where every
+        token has a row.
+        """
+        group = 0 if step is None else step + 1
+        layers = self.grown_by_all[None] if step is None else self.in_step[step]  # (1 or B, L)
+        rows = self.rows[seq, group]
+        held, wanted = -(-rows // PAGE_SIZE), -(-(rows + n_new) // PAGE_SIZE)
+        new = wanted - held
+        n_page = new.sum() * layers.shape[1]
+        if n_page > self.n_free:
+            return False
+        which = np.repeat(np.arange(len(seq)), new)
+        number = np.arange(len(which)) + np.repeat(held - (new.cumsum() - new), new)
+        self.n_free -= n_page
+        self.least_free = min(self.least_free, self.n_free)
+        taken = self.free[self.n_free : self.n_free + n_page].reshape(len(which), layers.shape[1])
+        layers = np.broadcast_to(layers, (len(seq), layers.shape[1]))[which]
+        self.table[seq[which, None], layers, number[:, None]] = taken
+        self.rows[seq, group] += n_new
+        return True
+
+    def release(self, seq: np.ndarray) -> None:
+        """Sequences seq (B,) are done: their pages are free at once."""
+        held = self.table[seq]
+        pages = held[held > 0]
+        self.free[self.n_free : self.n_free + len(pages)] = pages
+        self.n_free += len(pages)
+        self.table[seq] = 0
+        self.rows[seq] = 0
+
+    # ---- passes ----
+
+    def over(
+        self, seq: np.ndarray, counts: np.ndarray, pos: np.ndarray, layers: np.ndarray,
+        step: np.ndarray | None = None,
+    ) -> PagedPass:  # fmt: skip
+        """A pass of `layers` (L,) over reserved rows: counts (B,) of sequences seq (B,), at pos (N,).
+
+        step (B,): in the shared block, the recursion step of each sequence's rows. There the model calls
+        the layers by their numbers in step 0, since one call serves rows of every step.
+        """
+        made = layers[None].repeat(len(seq), 0) if step is None else self.in_step[step]  # (B, L)
+        which, row = np.repeat(np.arange(len(seq)), counts), pos
+        if self.by_step and step is not None:
+            row = np.arange(len(pos)) + np.repeat(self.rows[seq, step + 1] - counts.cumsum(), counts)
+        number, slot = np.divmod(row, PAGE_SIZE)
+        width = number.max() + 1
+        table = self.table[seq[:, None], self.seen_in[made], :width].transpose(1, 0, 2)  # (L, B, P)
+        page = self.table[seq[which, None, None], self.kept_in[made[which]], number[:, None, None]]
+        place = (
+            (page * PAGE_SIZE + slot[:, None, None])
+            .transpose(1, 2, 0)
+            .reshape(len(layers), self.kept_in.shape[1] * len(pos))
+        )
+        pos, cu_seqlens, table, place, n_key = (
+            torch.from_numpy(np.ascontiguousarray(x)).to(self.k.device, non_blocking=True)
+            for x in (pos, np.append(0, counts.cumsum()), table, place, row + 1)
+        )
+        rows = Ragged(pos, cu_seqlens, 1 if len(pos) == len(seq) else None, None)
+        q = self.k.new_empty(0, self.config.n_head, self.config.head_dim)
+        mask = paged_mask(q, self.k, rows, n_key, table, self.attention)
+        return PagedPass(self.config, self.k, self.v, layers.tolist(), place, mask)
+
+
+def parts_of(config: ModelConfig, max_depth: int) -> tuple[np.ndarray, np.ndarray]:
+    """Unrolled layers outside the shared block (L,), and those of each step (max_depth, L).
+
+    A plan that does not cycle has no block to share between tokens of different depths: it is one step.
+    """
+    every, steps = range(config.n_layer), config.steps
+    if config.sharing.endswith("sequence"):
+        used = [n for n in every if steps[n] is None or steps[n] < max_depth]
+        return np.array([], int), np.array([used])
+    outer = [n for n in every if steps[n] is None]
+    return np.array(outer, int), np.array(
+        [[n for n in every if steps[n] == r] for r in range(max_depth)]
+    )

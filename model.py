@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import router as routing
-from kvcache import KVCache, PassKV
+from kvcache import PagedPass, PassKV
 from modelconfig import ModelConfig
 from ragged import Ragged, ragged_batch
 
@@ -35,7 +35,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(d, kv_width, bias=False)
         self.o_proj = nn.Linear(d, d, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: PassKV | KVCache, layer: int) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: PassKV | PagedPass, layer: int) -> Tensor:
         q = rotate(self.q_proj(x).view(len(x), -1, self.head_dim), cos, sin)  # (N, H, D)
         k = v = None
         if kv.config.makes_keys(layer):
@@ -67,7 +67,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: PassKV | KVCache, layer: int) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: PassKV | PagedPass, layer: int) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, kv, layer)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -129,14 +129,14 @@ class MoR(nn.Module):
     # ---- the recursion loop ----
 
     def hidden(
-        self, ids: Tensor, rows: Ragged, cache: KVCache | None = None, rule="causal",
-        max_depth: int | None = None, window: int | None = None,
+        self, ids: Tensor, rows: Ragged, rule="causal", max_depth: int | None = None,
+        window: int | None = None,
     ) -> tuple[Tensor, Routing]:  # fmt: skip
         """Token ids (N,) of a ragged batch to normed final states (N, d).
 
         rule: how expert-choice picks tokens: "top-k" as trained, among the `window` tokens of each
         training sequence (default: the rows' own length), "causal" as generated. max_depth caps the
-        recursion steps. Given a cache, the rows continue the sequences that it holds, and join it.
+        recursion steps. The sequences are whole; engine.py continues some that are not.
         """
         c = self.config
         if rule not in ("top-k", "causal"):
@@ -149,32 +149,30 @@ class MoR(nn.Module):
             raise ValueError(
                 f"max_depth={max_depth} must lie between 1 and n_recursion={c.n_recursion}."
             )
-        kv = PassKV(c, self.attention) if cache is None else cache
-        kv.begin(rows)
+        kv = PassKV(c, self.attention, rows)
         x = self.model.embed_tokens(ids)
         if c.routing == "none":
             layers = [n for n, step in enumerate(c.steps) if step is None or step < max_depth]
-            x = self.run(layers, x, rows, kv, None)
+            x = self.run(layers, x, rows, kv.enter(rows))
             routed = Routing(depth=torch.full_like(ids, max_depth))
         else:
             own = self.layers_of(None)  # first and last of Middle-Cycle
-            x = self.run(own[:1], x, rows, kv, None)
+            x = self.run(own[:1], x, rows, kv.enter(rows))
             if c.routing == "expert":
                 x, routed = self.expert_choice(
                     x, rows, kv, window if rule == "top-k" else None, max_depth
                 )
             else:
                 x, routed = self.token_choice(x, rows, kv, max_depth)
-            x = self.run(own[1:], x, rows, kv, None)
+            x = self.run(own[1:], x, rows, kv.enter(rows))
         return self.model.norm(x), routed
 
     def layers_of(self, step: int | None) -> list[int]:
         """The unrolled layers of a recursion step, or those outside the shared block."""
         return [layer for layer, s in enumerate(self.config.steps) if s == step]
 
-    def run(self, layers: list[int], x: Tensor, rows: Ragged, kv, step: int | None) -> Tensor:
-        """Applies unrolled layers to x (n, d), the rows of recursion step `step`."""
-        kv = kv.enter(rows, step)
+    def run(self, layers: list[int], x: Tensor, rows: Ragged, kv: PassKV | PagedPass) -> Tensor:
+        """Applies unrolled layers to x (n, d)."""
         cos, sin = self.cos[rows.pos], self.sin[rows.pos]
         recompute = self.recompute and torch.is_grad_enabled()
         for layer in layers:
@@ -204,7 +202,7 @@ class MoR(nn.Module):
                 rows, h, gate = rows.take(keep, k if dense else None), h[keep], gate[keep]
             if len(keep) == 0:
                 break
-            y = self.run(self.layers_of(r), h, rows, kv, r)
+            y = self.run(self.layers_of(r), h, rows, kv.enter(rows))
             y = (gate[:, None] * y).to(x.dtype)
             index = torch.arange(n_row, device=x.device) if rows.index is None else rows.index
             x = x.index_add(0, index, y)  # x[A_r] += g * y
@@ -216,10 +214,8 @@ class MoR(nn.Module):
 
     def token_choice(self, x: Tensor, rows: Ragged, kv, max_depth: int):
         """One router gives every token its depth before step 0; causal, so one rule serves both uses."""
-        c, router = self.config, self.router[0]
-        logits = routing.router_logits(router, x, c.router_temperature)  # (N, R)
-        p = routing.gate(logits, c)
-        choice = (p + router.balance_bias if c.balancing == "loss_free" else p).argmax(1)
+        c = self.config
+        logits, p, choice = routing.choose_depth(c, x, self.router[0])
         routed = Routing(
             depth=choice.clamp(max=max_depth - 1) + 1,
             losses={"z_loss": logits.logsumexp(1).square().mean()},
@@ -232,7 +228,7 @@ class MoR(nn.Module):
         for r in range(max_depth):
             if len(h) == 0:
                 break
-            y = self.run(self.layers_of(r), h, rows, kv, r)
+            y = self.run(self.layers_of(r), h, rows, kv.enter(rows))
             left = routed.depth[index] - (r + 1)  # steps still to come
             done, keep = (left == 0).nonzero().squeeze(1), left.nonzero().squeeze(1)
             finished = index[done]
@@ -266,7 +262,7 @@ class MoR(nn.Module):
             rows = ragged_batch(torch.arange(n_seq + 1, device=ids.device) * length, length)
         else:
             rows = ragged_batch(documents)
-        x, routed = self.hidden(ids.flatten(), rows, None, rule, max_depth, window=length)
+        x, routed = self.hidden(ids.flatten(), rows, rule, max_depth, window=length)
         losses = {
             "lm_loss": lm_loss(x, self.model.embed_tokens.weight, targets.flatten()),
             **routed.losses,

@@ -50,17 +50,30 @@ def count(text: str) -> int:
     return number
 
 
+# What documents.py reads.
+INPUTS = (
+    'files or folders: .parquet and .jsonl with a document per row or line, under "text"; else a text '
+    "file is one document, or several with a line <|endoftext|> after each; all but .parquet also as "
+    ".gz or .zst"
+)
+
+
 def options(description: str, encoding: str, val_tokens: int) -> argparse.ArgumentParser:
     """The options that every script has which cuts documents into shards."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
-    add("--encoding", default=encoding, help="vocabulary: smollm, gpt2, bytes, …")
-    add("--val_tokens", type=count, default=val_tokens, help="the first documents, for validation")
-    add("--max_tokens", type=count, help="training tokens to stop at; all there are, if not given")
-    add("--shard_tokens", type=count, default=100_000_000, help="training tokens to a shard")
-    add("--workers", type=count, default=os.cpu_count(), help="processes that tokenize")
+    add("--encoding", default=encoding, help="%(default)s; vocabulary: bytes, gpt2, smollm, …")
+    add(
+        "--val_tokens",
+        type=count,
+        default=val_tokens,
+        help="%(default)s; so many of the first documents' tokens are for validation",
+    )
+    add("--max_tokens", type=count, help="training tokens to stop at; none: all there are")
+    add(
+        "--shard_tokens", type=count, default=100_000_000, help="%(default)s; training tokens to a shard"
+    )
+    add("--workers", type=count, default=os.cpu_count(), help="%(default)s; processes that tokenize")
     return parser
 
 

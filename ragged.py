@@ -40,8 +40,8 @@ class Ragged(NamedTuple):
         )
 
 
-def ragged_batch(cu_seqlens: Tensor, length: int | None = None, start: Tensor | None = None) -> Ragged:
-    """A batch of whole sequences, each counted from position 0 or from `start` (B,).
+def ragged_batch(cu_seqlens: Tensor, length: int | None = None) -> Ragged:
+    """A batch of whole sequences, each counted from position 0.
 
     length: rows per sequence, where all have the same number.
     """
@@ -49,11 +49,10 @@ def ragged_batch(cu_seqlens: Tensor, length: int | None = None, start: Tensor | 
     if length is None and n_seq == 1:
         length = int(cu_seqlens[-1])
     n_rows = int(cu_seqlens[-1]) if length is None else n_seq * length
-    first = cu_seqlens[:-1] if start is None else cu_seqlens[:-1] - start
     sequence = torch.arange(n_seq, device=cu_seqlens.device).repeat_interleave(
         cu_seqlens.diff(), output_size=n_rows
     )
-    pos = torch.arange(n_rows, device=cu_seqlens.device) - first[sequence]
+    pos = torch.arange(n_rows, device=cu_seqlens.device) - cu_seqlens[sequence]
     return Ragged(pos, cu_seqlens, length, None)
 
 

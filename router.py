@@ -71,30 +71,49 @@ class Selection(NamedTuple):
     figures: dict[str, Tensor]  # scalars
 
 
+class Scores(NamedTuple):
+    """What the routers of one expert-choice step say of n tokens."""
+
+    logits: Tensor  # (n,) raw, of the main router
+    gate: Tensor  # (n,)
+    causal_logits: Tensor  # (n,) raw, of the auxiliary router where there is one
+    causal: Tensor  # (n,) bool, whether the causal rule takes a token
+
+
+def score(
+    config: ModelConfig, step: int, h: Tensor, pos: Tensor, router: nn.Module,
+    aux_router: nn.Module | None, fresh: bool = False,
+) -> Scores:  # fmt: skip
+    """Scores tokens h (n, d) at positions pos (n,); fresh: see random_scores."""
+    if config.router_type == "random":
+        logits = random_scores(pos, step, fresh)
+    else:
+        logits = router_logits(router, h, config.router_temperature).squeeze(1)
+    causal_logits = logits
+    if aux_router is not None:
+        causal_logits = router_logits(aux_router, h.detach(), config.router_temperature).squeeze(1)
+    return Scores(
+        logits, gate(logits, config), causal_logits, causal_choice(causal_logits, config, step)
+    )
+
+
 def select(
     config: ModelConfig, step: int, h: Tensor, rows: Ragged, router: nn.Module,
     aux_router: nn.Module | None, k: int | None, n_seq: int | None,
 ) -> Selection:  # fmt: skip
     """Scores the tokens in play, h (n, d), and takes the best k of each of n_seq sequences (all have the
     same number in play), or, where k is None, those that the causal rule takes."""
-    if config.router_type == "random":
-        logits = random_scores(rows.pos, step, fresh=k is not None)
-    else:
-        logits = router_logits(router, h, config.router_temperature).squeeze(1)
-    gates = gate(logits, config)
-    causal_logits = logits
-    if aux_router is not None:
-        causal_logits = router_logits(aux_router, h.detach(), config.router_temperature).squeeze(1)
-    causal = causal_choice(causal_logits, config, step)
+    scores = score(config, step, h, rows.pos, router, aux_router, fresh=k is not None)
     if k is None:
-        return Selection(causal.nonzero().squeeze(1), gates, {}, {})
-    keep = top_k(gates, n_seq, k)
-    taken = torch.zeros_like(causal).index_fill(0, keep, True)
-    losses = {"z_loss": logits.square().mean()}  # the logsumexp of one logit is itself
+        return Selection(scores.causal.nonzero().squeeze(1), scores.gate, {}, {})
+    keep = top_k(scores.gate, n_seq, k)
+    taken = torch.zeros_like(scores.causal).index_fill(0, keep, True)
+    losses = {"z_loss": scores.logits.square().mean()}  # the logsumexp of one logit is itself
     if config.sampling != "none":
-        losses["aux_loss"] = F.binary_cross_entropy_with_logits(causal_logits, taken.float())
-    figures = {"accuracy": (causal == taken).float().mean(), "gate": gates[keep].detach().mean()}
-    return Selection(keep, gates, losses, figures)
+        losses["aux_loss"] = F.binary_cross_entropy_with_logits(scores.causal_logits, taken.float())
+    accuracy = (scores.causal == taken).float().mean()
+    figures = {"accuracy": accuracy, "gate": scores.gate[keep].detach().mean()}
+    return Selection(keep, scores.gate, losses, figures)
 
 
 def top_k(p: Tensor, n_seq: int, k: int) -> Tensor:
@@ -129,6 +148,13 @@ def dead_tokens(taken: Tensor, length: int) -> Tensor:
 
 
 # ---- token-choice --------------------------------------------------------------------------------
+
+
+def choose_depth(config: ModelConfig, x: Tensor, router: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    """States (N, d) to raw logits (N, R), gates (N, R), and the index of the depth chosen (N,)."""
+    logits = router_logits(router, x, config.router_temperature)
+    p = gate(logits, config)
+    return logits, p, (p + router.balance_bias if config.balancing == "loss_free" else p).argmax(1)
 
 
 def balance_loss(p: Tensor, depth: Tensor) -> Tensor:

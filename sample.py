@@ -1,29 +1,35 @@
 """Text from a checkpoint, and how deep the model thought about each token.
 
 `python sample.py --prompt="def " --show_depth` colours every token by its recursion steps; --max_depth
-caps them, the paper's test-time scaling (both in its section 5). The depth of a token is that of the
-pass that reads it, so the last token of a sample has none: nothing reads it.
+caps them, the paper's test-time scaling (both in its section 5). --interactive asks for one prompt after
+another, --compare shows two checkpoints side by side. The depth of a token is known once it has been
+read, so the last token of a sample has none: nothing reads it.
 """
 
 import argparse
 import collections
 import html
-import math
+import itertools
 import os
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 
 import checkpoint
 from dataset import whole_file
-from engine import Step, generate, out_of_memory, pick_device, pieces, room, tokens_with_depths
+from engine import Engine, Event, out_of_memory, pick_device
 from model import MoR
 from modelconfig import MOST
+from sampling import SamplingParams
 from settings import open_streams, silence
+from text import pieces
 from tokenizer import get_encoding
 
 # ---- depths in the terminal and on a page --------------------------------------------------------
@@ -120,22 +126,31 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--device", default="auto", help="cpu, cuda, cuda:1, …; auto: the GPU if there is one")
     add("--show_depth", action="store_true", help="colour tokens by depth (NO_COLOR=1: mark them)")
     add("--html", type=Path, metavar="FILE", help="write the samples, coloured by depth, as a page")
+    add("--interactive", action="store_true", help="continue one line after another, coloured by depth")
+    add("--compare", type=Path, nargs=2, metavar=("A", "B"), help="two checkpoints, side by side")
     a = parser.parse_args(argv)
     text = "".join([a.prompt or "", *a.stop])  # lone surrogates stand for bytes that are not UTF-8
+    alone = sum(map(bool, (a.interactive, a.compare, a.html or a.num_samples > 1)))
     for fine, message in (
         (1 <= a.num_samples <= MOST, f"num_samples={a.num_samples} must lie from 1 to {MOST}."),
-        (a.max_new_tokens >= 0, f"max_new_tokens={a.max_new_tokens} must not be negative."),
-        (a.top_k >= 0, f"top_k={a.top_k} must be the number of tokens to draw from, or 0 for all."),
-        (a.seed >= 0, f"seed={a.seed} must not be negative."),
-        (0 <= a.temperature < math.inf, f"temperature={a.temperature} must be 0 (greedy) or more."),
-        (0 < a.top_p <= 1, f"top_p={a.top_p} must lie above 0 and up to 1 (off)."),
-        ("" not in a.stop, "stop is an empty text, which stands everywhere; leave it out."),
         (None in (a.prompt, a.prompt_file), "prompt and prompt_file are both given; give one of them."),
+        (alone <= 1, "interactive, compare, and num_samples or html exclude each other; give one."),
         (text.encode(errors="ignore").decode() == text, "prompt or stop is not UTF-8; convert it."),
     ):
         if not fine:
             raise ValueError(message)
+    a.params = [
+        SamplingParams(a.max_new_tokens, a.temperature, a.top_k, a.top_p, seed, (), tuple(a.stop))
+        for seed in seeds(a.seed, a.num_samples)
+    ]
     return a
+
+
+def seeds(seed: int, n: int) -> list[int]:
+    """A seed for each of n samples, so that none is another one's under a seed nearby."""
+    if seed < 0:
+        raise ValueError(f"seed={seed} must not be negative.")
+    return np.random.SeedSequence(seed).generate_state(n, np.uint64).tolist()
 
 
 def read_prompt(args: argparse.Namespace) -> str:
@@ -167,53 +182,85 @@ def require_writable(path: Path, inputs: list[Path]) -> None:
         raise ValueError(f"html={path} cannot be written: {problem}.")
 
 
-def prepare(args: argparse.Namespace) -> tuple[MoR, tiktoken.Encoding, list[int]]:
-    """Model, encoding and prompt tokens."""
-    if args.html:
-        inputs = [args.checkpoint, Path(args.prompt_file or args.checkpoint)]
-        require_writable(args.html, inputs)
-    device, state = pick_device(args.device), checkpoint.load(args.checkpoint)
+def load(path: Path, args: argparse.Namespace) -> tuple[MoR, tiktoken.Encoding]:
+    device, state = pick_device(args.device), checkpoint.load(path)
     model, encoding = checkpoint.load_model(state, device), get_encoding(state["encoding"])
-    path, n_vocab, known = args.checkpoint, encoding.n_vocab, model.config.vocab_size
+    n_vocab, known = encoding.n_vocab, model.config.vocab_size
     if not all(p.isfinite().all() for p in model.parameters()):
         raise ValueError(f"{path} holds weights that are not finite: its training diverged.")
     if known < n_vocab:
         raise ValueError(f"{path} knows {known} of the {n_vocab} tokens in its encoding.")
-    prompt = encoding.encode_ordinary(read_prompt(args)) or [encoding.eot_token]
-    return model, encoding, prompt
+    return model, encoding
 
 
-def print_samples(args: argparse.Namespace, model: MoR, encoding: tiktoken.Encoding, prompt) -> int:
+# ---- generation ----------------------------------------------------------------------------------
+
+
+class Run:
+    """Samples of one prompt as they come, and what they took."""
+
+    def __init__(self, args: argparse.Namespace, model: MoR, encoding: tiktoken.Encoding, text: str):
+        prompt = encoding.encode_ordinary(text) or [encoding.eot_token]
+        self.config, self.encoding, self.stop = model.config, encoding, args.stop
+        longest = min(model.config.block_size, len(prompt) + args.max_new_tokens)
+        if len(prompt) > model.config.block_size:
+            longest = model.config.block_size  # submit refuses it, and says why
+        self.n_prompt, self.limited = len(prompt), longest < len(prompt) + args.max_new_tokens
+        self.engine = Engine(
+            model, max_batch=args.num_samples, max_len=longest, encoding=encoding,
+            max_depth=args.max_depth or None,
+        )  # fmt: skip
+        for params in args.params:
+            self.engine.submit(prompt, params)
+        self.events: list[list[Event]] = [[] for _ in args.params]
+        self.seconds = 0.0
+
+    def arriving(self) -> Iterator[Event]:
+        start = time.perf_counter()
+        for event in self.engine.stream():
+            self.events[event.request].append(event)
+            self.seconds = time.perf_counter() - start
+            yield event
+
+    def pieces(self, events) -> Iterator[tuple[str, int | None]]:
+        return pieces(((e.token, e.depth) for e in events), self.encoding, self.n_prompt, self.stop)
+
+    def summary(self) -> str:
+        """Speed, memory and depths in a line; one before it if the context's end cut a sample short."""
+        size, n_recursion = self.config.block_size, self.config.n_recursion
+        full = self.limited and max(map(len, self.events)) > size
+        note = f"note: a sample ends where the context of {size} tokens is full.\n" if full else ""
+        n_new = sum(max(0, len(events) - self.n_prompt) for events in self.events)
+        depths = [e.depth for events in self.events for e in events if e.depth is not None]
+        kv = self.engine.kv
+        return (
+            f"{note}{n_new} tokens, {n_new / self.seconds:.1f} tokens/s, cache "
+            f"{kv.most_bytes():,} bytes, mean depth {sum(depths) / len(depths):.2f} of {n_recursion}"
+        )
+
+
+def print_samples(args: argparse.Namespace, model: MoR, encoding: tiktoken.Encoding, text: str) -> int:
     """Generates and prints: one sample as it comes, several when all are done; the exit status."""
     n_recursion, several = model.config.n_recursion, args.num_samples > 1
     table = VISIBLE if sys.stdout.isatty() else {}
-    history, samples = [], [[] for _ in range(args.num_samples)]
-    steps = generate(
-        model, [prompt] * args.num_samples, encoding, max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed,
-        stop=args.stop, max_depth=args.max_depth or None,
-    )  # fmt: skip
-    recorded = (history.append(step) or step for step in steps)
+    run, samples, status = Run(args, model, encoding, text), [[] for _ in args.params], 0
 
-    def print_sample(sample: int, steps: Iterable[Step]) -> None:
-        tokens = tokens_with_depths(steps, sample)
-        for text, depth in pieces(tokens, encoding, len(prompt), args.stop):
-            samples[sample].append((text, depth))
-            text = paint(text, depth, n_recursion) if args.show_depth else text.translate(table)
-            print(text, end="", flush=True)
+    def print_sample(number: int, events) -> None:
+        for piece, depth in run.pieces(events):
+            samples[number].append((piece, depth))
+            shown = paint(piece, depth, n_recursion) if args.show_depth else piece.translate(table)
+            print(shown, end="", flush=True)
 
-    status, start = 0, time.perf_counter()
     try:
         if several:
-            collections.deque(recorded, maxlen=0)
+            collections.deque(run.arriving(), maxlen=0)
         else:
-            print_sample(0, recorded)
+            print_sample(0, run.arriving())
     except KeyboardInterrupt:
         status = 130  # and on with what there is
-    seconds = time.perf_counter() - start
-    for sample in range(args.num_samples * several):
-        print(f"--- sample {sample + 1} ---")
-        print_sample(sample, history)
+    for number in range(args.num_samples * several):
+        print(f"--- sample {number + 1} ---")
+        print_sample(number, run.events[number])
         print()
     if not several:
         print()
@@ -224,23 +271,78 @@ def print_samples(args: argparse.Namespace, model: MoR, encoding: tiktoken.Encod
     if args.html:
         with whole_file(args.html.resolve()) as file:  # a link stays, what it points to is replaced
             file.write(page(samples, n_recursion).encode())
-    if history:
-        print(summary(history, room(model, prompt) < args.max_new_tokens, seconds), file=sys.stderr)
+    if any(run.events):
+        print(run.summary(), file=sys.stderr)
     return status
 
 
-def summary(history: list[Step], limited: bool, seconds: float) -> str:
-    """Speed, memory and depths in a line; one before it if the context's end cut a sample short."""
-    cache = history[-1].cache
-    size = cache.config.block_size
-    note = f"note: a sample ends where the context of {size} tokens is full.\n"
-    depths = [depth for step in history for read in step.read.values() for _, depth in read]
-    n_new = sum(len(step.chosen) for step in history)
-    return (
-        f"{note if limited and cache.seen.max() == size else ''}"
-        f"{n_new} tokens, {n_new / seconds:.1f} tokens/s, cache {cache.bytes_in_use():,} bytes, "
-        f"mean depth {sum(depths) / len(depths):.2f} of {cache.config.n_recursion}"
-    )
+def converse(args: argparse.Namespace, model: MoR, encoding: tiktoken.Encoding) -> int:
+    """One prompt after another, until the input ends; Ctrl-C ends a sample."""
+    args.show_depth = True
+    print("A line is continued; an empty one starts a document. Ctrl-C ends a sample, Ctrl-D the loop.")
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            print()
+            return 0
+        try:
+            print_samples(args, model, encoding, text)
+        except ValueError as error:  # as a line too long for the context
+            print(f"error: {error}", file=sys.stderr)
+
+
+# ---- two checkpoints -----------------------------------------------------------------------------
+
+
+def lines_of(sample: list[tuple[str, int | None]], width: int) -> list[list[tuple[str, int | None]]]:
+    """A sample cut into lines of up to `width` columns; a line end shows as one more, as in `paint`."""
+    lines, used = [[]], 0
+    for text, depth in sample:
+        for character in text.translate(VISIBLE).replace("\t", "    "):
+            shown = "↵" if character == "\n" else character
+            columns = columns_of(shown)
+            if used + columns > width:
+                lines.append([])
+                used = 0
+            lines[-1].append((shown, depth))
+            used += columns
+            if character == "\n":
+                lines.append([])
+                used = 0
+    return lines
+
+
+def columns_of(text: str) -> int:
+    """Columns that text takes in a terminal."""
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
+
+
+def compare(args: argparse.Namespace, text: str) -> int:
+    """The same prompt through two checkpoints, in columns, with depths, speed and bytes below."""
+    width = max(20, (shutil.get_terminal_size((100, 24)).columns - 3) // 2)
+    columns = []
+    for path in args.compare:
+        model, encoding = load(path, args)
+        run = Run(args, model, encoding, text)
+        collections.deque(run.arriving(), maxlen=0)
+        sample, n_recursion = list(run.pieces(run.events[0])), model.config.n_recursion
+        cells = [(str(path)[-width:], columns_of(str(path)[-width:])), ("", 0)]
+        for line in lines_of(sample, width):
+            runs = itertools.groupby(line, lambda item: item[1])
+            painted = "".join(paint("".join(c for c, _ in g), d, n_recursion) for d, g in runs)
+            cells.append((painted, sum(columns_of(c) for c, _ in line)))
+        cells.append(("", 0))
+        counts = ", ".join(f"{d}: {n}" for d, n in depth_counts([sample], n_recursion).items())
+        for fact in (*run.summary().replace("\n", ", ").split(", "), f"tokens by depth {counts}"):
+            cells += [
+                (fact[i : i + width], len(fact[i : i + width])) for i in range(0, len(fact), width)
+            ]
+        columns.append(cells)
+    for (left, used), (right, _) in itertools.zip_longest(*columns, fillvalue=("", 0)):
+        print(f"{left}{' ' * (width - used)} │ {right}".rstrip())
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -248,8 +350,15 @@ def main(argv: list[str] | None = None) -> int:
     open_streams()
     try:
         args = read_arguments(argv)
-        model, encoding, prompt = prepare(args)
-        return print_samples(args, model, encoding, prompt)
+        if args.html:
+            inputs = [args.checkpoint, Path(args.prompt_file or args.checkpoint)]
+            require_writable(args.html, inputs)
+        if args.compare:
+            return compare(args, read_prompt(args))
+        model, encoding = load(args.checkpoint, args)
+        if args.interactive:
+            return converse(args, model, encoding)
+        return print_samples(args, model, encoding, read_prompt(args))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -322,6 +322,9 @@ def stop_on_signals():
     def note(number, frame):
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
+        # A large model's step takes minutes on a CPU. Not `print`, which this may have interrupted.
+        if number == signal.SIGINT and os.isatty(2) and "RANK" not in os.environ:
+            os.write(2, b"\nstopping after this step; Ctrl-C again to leave at once, unsaved\n")
         received.append(number)
 
     before = {number: signal.signal(number, note) for number in asking}

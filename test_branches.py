@@ -51,6 +51,8 @@ def test_folders_bear_the_names_of_their_budgets():
         "out/budget-2e18", "out/budget-5e18", "out/budget-1.65e19",
     ]  # fmt: skip
     assert [b.steps for b in branches] == [1716, 4291, 14160]
+    config, t = build({"budgets": (8e10, 1e12), "global_batch_size": 8})
+    assert [b.folder.name for b in plan(config, t)] == ["budget-8e10", "budget-1e12"]
 
 
 @pytest.mark.parametrize("cooldown", [0.2, 0.0, 0.5, 0.37])

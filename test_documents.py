@@ -111,7 +111,7 @@ def test_folders_give_their_text_in_order(tmp_path, capsys):
     parts, source, n_bytes = documents.find_files([tmp_path, tmp_path / "z.png"], tmp_path / "out")
     assert [list(part(0)) for part in parts[:-1]] == [["a"], ["one"], ["two"]]
     assert source["inputs"].startswith("4 files") and n_bytes == 9
-    assert capsys.readouterr().out == "2 files that are not UTF-8 text are left out\n"
+    assert capsys.readouterr().out == "files left out, for they are not UTF-8 text: 2\n"
     for inputs, problem in [
         ([tmp_path / "no"], "does not exist"),
         ([tmp_path / ".git" / "y"], "no text"),

@@ -20,13 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import checkpoint
-import engine
 import train
 from dataset import Tokens, Windows, write_dataset
+from engine import Engine
 from eval import PAPER, Scorer, encode_pair, main, paper_figures, windows
 from model import MoR
 from modelconfig import ModelConfig
 from ragged import ragged_batch
+from sampling import SamplingParams
+from text import text_of
 from tokenizer import get_encoding
 from validation import batches_of, validate
 
@@ -74,7 +76,7 @@ def scorer(kind="expert", batch_size=7, rule="causal", depth=None) -> Scorer:
 def last_logits(model, tokens, rule="causal", depth=None):
     """What follows a text, from a pass over it alone: float64, (V,)."""
     rows = ragged_batch(torch.tensor([0, len(tokens)]))
-    return model.logits(model.hidden(torch.tensor(tokens), rows, None, rule, depth)[0])[-1].double()
+    return model.logits(model.hidden(torch.tensor(tokens), rows, rule, depth)[0])[-1].double()
 
 
 def naive(model, context: list[int], continuation: list[int], depth=None):
@@ -157,7 +159,7 @@ def test_top_k_scores_look_ahead_within_their_own_text():
         tokens = list("".join(text.args).encode())
         rows = ragged_batch(torch.tensor([0, len(tokens) - 1]))
         with torch.no_grad():
-            x, _ = model.hidden(torch.tensor(tokens[:-1]), rows, None, "top-k")
+            x, _ = model.hidden(torch.tensor(tokens[:-1]), rows, "top-k")
             table = model.logits(x).double().log_softmax(1)
         n = len(text.args[1])
         wanted = sum(table[i - 1, tokens[i]].item() for i in range(len(tokens) - n, len(tokens)))
@@ -167,8 +169,7 @@ def test_top_k_scores_look_ahead_within_their_own_text():
 @pytest.mark.parametrize("kind", ["vanilla", "expert", "token"])
 def test_greedy_continuations_are_known_as_such(kind):
     model = random_model(kind)
-    steps = engine.generate(model, [list(b"def ")], BYTES, max_new_tokens=8, temperature=0)
-    greedy = [token for step in steps for token in step.chosen.values()]
+    (greedy,) = Engine(model, encoding=BYTES).generate([list(b"def ")], SamplingParams(8, 0))
     right = ([*b"def ", *greedy], 4)
     wrong = ([*b"def ", *greedy[:-1], (greedy[-1] + 1) % 256], 4)
     early = ([*b"def ", (greedy[0] + 1) % 256, *greedy[1:]], 4)
@@ -216,12 +217,10 @@ def test_a_token_across_the_border_belongs_to_the_continuation():
 
 
 def alone(model, prompt: list[int], n: int, stop=(), depth=None) -> str:
-    """What `generate` makes of one prompt, up to a stop text."""
-    steps = engine.generate(
-        model, [prompt or [END]], BYTES, max_new_tokens=n, temperature=0, stop=stop, max_depth=depth
-    )
-    tokens = [token for step in steps for token in step.chosen.values()]
-    text = b"".join(engine.text_of(BYTES, token) for token in tokens)
+    """What the engine makes of one prompt alone, up to a stop text."""
+    engine = Engine(model, max_batch=1, max_depth=depth, encoding=BYTES)
+    (tokens,) = engine.generate([prompt], SamplingParams(n, 0))
+    text = b"".join(text_of(BYTES, token) for token in tokens)
     text = text[: min((text.index(x.encode()) for x in stop if x.encode() in text), default=len(text))]
     return codecs.getincrementaldecoder("utf-8")("replace").decode(text)  # only whole characters
 

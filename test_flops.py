@@ -14,7 +14,6 @@ import torch
 import flops
 import published
 from flops import budget_steps, cache_bytes, exact_flops, paper_flops, parameters, run_steps
-from kvcache import KVCache
 from model import MoR
 from modelconfig import CHOICES, ModelConfig, preset
 from ragged import ragged_batch
@@ -238,21 +237,6 @@ def test_matrices_of_a_real_pass(config):
         attention += 4 * d * n * (len(keys) + 1) / 2
     head = 2 * d * config.vocab_size * length
     assert exact_flops(config) * length == pytest.approx(sum(counted) + attention + head, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    "config", [c for c in CONFIGS if c.routing == "none" or c.kv_mode != "recursion"], ids=name
-)
-def test_bytes_of_the_real_cache(config):
-    """Where routing does not move the size: no routing, and caches that hold every token."""
-    mor = MoR(config)
-    for p in mor.parameters():  # gates of exactly 1/2: expert-choice then keeps every token
-        if config.routing == "expert":
-            torch.nn.init.zeros_(p)
-    cache = KVCache(config, 1, T)
-    ids = torch.randint(config.vocab_size, (T,))
-    mor.hidden(ids, ragged_batch(torch.tensor([0, T]), T), cache)
-    assert cache.bytes_in_use() == cache_bytes(config, T, 4)
 
 
 # ---- the commands ------------------------------------------------------------------------------------

@@ -570,12 +570,9 @@ def test_take_keeps_positions_sequences_and_row_numbers():
     for seed in range(40):
         draw = random.Random(seed)
         lengths = [draw.choice((0, 1, draw.randint(2, 9))) for _ in range(draw.randint(1, 5))]
-        start = [draw.randint(0, 5) for _ in lengths]
         cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)])
-        rows = ragged_batch(cu_seqlens, start=torch.tensor(start))
-        table = [
-            (b, start[b] + t) for b, n in enumerate(lengths) for t in range(n)
-        ]  # (sequence, position)
+        rows = ragged_batch(cu_seqlens)
+        table = [(b, t) for b, n in enumerate(lengths) for t in range(n)]  # (sequence, position)
         index = list(range(len(table)))
         for _ in range(3):  # subset of subset of subset
             assert list(zip(rows.sequence().tolist(), rows.pos.tolist())) == table

@@ -1,14 +1,18 @@
-"""Incremental decoding equals the full causal pass, for every kind of model and cache."""
+"""The pool of pages never loses one or gives it twice, and holds what flops.py says."""
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
-from kvcache import KVCache
+from engine import Engine
+from flops import cache_bytes
+from kvcache import PAGE_SIZE, PagedKV
 from model import MoR
 from modelconfig import ModelConfig
 from ragged import ragged_batch
+from sampling import SamplingParams
 
 SMALL = dict(
     vocab_size=61, block_size=64, n_layer=8, n_head=4, n_kv_head=2, n_embd=32, n_ffn=48, init_std=0.2
@@ -55,64 +59,6 @@ def random_model(kind: str, kv_mode: str, seed: int) -> MoR:
     return model
 
 
-def decode(model: MoR, sequences, cache: KVCache, chunk_lengths, max_depth=None):
-    """Feeds chunk_lengths[i][b] tokens of sequence b in call i; logits and depths per sequence."""
-    at = [0] * len(sequences)
-    logits, depths = [[] for _ in sequences], [[] for _ in sequences]
-    for lengths in chunk_lengths:
-        ids = torch.cat([s[a : a + n] for s, a, n in zip(sequences, at, lengths)])
-        cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)])
-        x, routed = model.hidden(
-            ids, ragged_batch(cu_seqlens, start=cache.seen), cache, max_depth=max_depth
-        )
-        for b, (y, d) in enumerate(zip(model.logits(x).split(lengths), routed.depth.split(lengths))):
-            logits[b].append(y)
-            depths[b].append(d)
-        at = [a + n for a, n in zip(at, lengths)]
-    return [torch.cat(y) for y in logits], [torch.cat(d) for d in depths]
-
-
-def random_chunks(totals: list[int], generator) -> list[list[int]]:
-    """Prefill chunks and single tokens at random; a sequence may get nothing in a call."""
-    left, calls = list(totals), []
-    while any(left):
-        longest = (
-            int(torch.randint(1, 12, (), generator=generator))
-            if torch.rand((), generator=generator) < 0.4
-            else 1
-        )
-        lengths = [int(torch.randint(0, min(n, longest) + 1, (), generator=generator)) for n in left]
-        if any(lengths):
-            calls.append(lengths)
-            left = [n - m for n, m in zip(left, lengths)]
-    return calls
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind, kv_mode", CASES)
-def test_decoding_equals_full_pass(kind, kv_mode):
-    all_depths = set()
-    for seed in range(3):
-        model = random_model(kind, kv_mode, seed)
-        generator = torch.Generator().manual_seed(seed)
-        totals = [int(n) for n in torch.randint(1, 50, (4,), generator=generator)]
-        sequences = [torch.randint(0, 61, (n,), generator=generator) for n in totals]
-        full, full_depth = [], []
-        for s in sequences:  # each alone, without a cache
-            x, routed = model.hidden(s, ragged_batch(torch.tensor([0, len(s)])))
-            full.append(model.logits(x))
-            full_depth.append(routed.depth)
-            all_depths |= set(routed.depth.tolist())
-        cache = KVCache(model.config, len(sequences), 64)
-        logits, depth = decode(model, sequences, cache, random_chunks(totals, generator))
-        for b in range(len(sequences)):
-            assert depth[b].tolist() == full_depth[b].tolist()
-            torch.testing.assert_close(logits[b], full[b], rtol=0, atol=1e-4)
-        assert cache.seen.tolist() == totals
-    if model.config.routing != "none":
-        assert all_depths >= set(range(1, model.config.n_recursion + 1))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("kind, kv_mode", CASES)
 def test_ragged_batch_equals_each_sequence_alone(kind, kv_mode):
@@ -127,34 +73,64 @@ def test_ragged_batch_equals_each_sequence_alone(kind, kv_mode):
             torch.testing.assert_close(y, alone, rtol=0, atol=1e-4)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["middle_sequence", "cycle", "expert_aux_loss", "token_softmax"])
-def test_max_depth_caps_decoding_as_it_caps_the_full_pass(kind):
-    model = random_model(kind, "recursion", 3)
-    ids = torch.randint(0, 61, (40,))
-    rows = ragged_batch(torch.tensor([0, 40]))
-    x, routed = model.hidden(ids, rows, max_depth=1)
-    uncapped, _ = model.hidden(ids, rows)
-    assert routed.depth.max() == 1
-    assert (x - uncapped).abs().max() > 1e-2
-    cache = KVCache(model.config, 1, 64)
-    logits, depth = decode(model, [ids], cache, [[25]] + [[1]] * 15, max_depth=1)
-    torch.testing.assert_close(logits[0], model.logits(x), rtol=0, atol=1e-4)
-    assert depth[0].tolist() == routed.depth.tolist()
+def check_books(kv: PagedKV, rows: np.ndarray) -> None:
+    """Every page is free or in one place; every layer has the pages of its rows (n_seq, n_layer)."""
+    held = kv.table[kv.table > 0]
+    free = kv.free[: kv.n_free]
+    assert sorted([*held, *free]) == list(range(1, kv.n_page + 1))
+    assert kv.bytes_in_use() == len(held) * kv.page_bytes
+    assert ((kv.table > 0).sum(2)[:-1, :-1] == -(-rows // PAGE_SIZE)).all()
+    filled = (kv.table > 0).astype(int)
+    assert (np.diff(filled, axis=2) <= 0).all()  # no gap
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kind, kv_mode", CASES)
-def test_bytes_in_use_counts_the_rows_that_were_made(kind, kv_mode):
+def test_pool_fills_and_drains_at_random(kind, kv_mode):
+    c = ModelConfig(**SMALL | KINDS[kind], kv_mode=kv_mode)
+    g = np.random.default_rng(sum(map(ord, kind + kv_mode)))
+    probe = PagedKV(c, 6, 64, c.n_recursion, 0)
+    kv = PagedKV(c, 6, 64, c.n_recursion, int(1.5 * probe.pages(64) * probe.page_bytes))
+    rows, refused = np.zeros((6, c.n_layer), int), 0
+    for _ in range(300):
+        seq = np.flatnonzero(g.random(6) < 0.6)
+        if g.random() < 0.06:
+            kv.release(seq)
+            rows[seq] = 0
+        elif kv.by_step and g.random() < 0.7:
+            step = g.integers(0, c.n_recursion, len(seq))
+            layers = kv.in_step[step]
+            n_new = np.minimum(g.integers(0, 9, len(seq)), 64 - rows[seq, layers[:, 0]])
+            if kv.reserve(seq, n_new, step):
+                rows[seq[:, None], layers] += n_new[:, None]
+            else:
+                refused += 1
+        else:
+            layers = kv.grown_by_all
+            before = rows[seq][:, layers].max(1, initial=0) if len(layers) else kv.rows[seq, 0]
+            n_new = np.minimum(g.integers(0, 20, len(seq)), 64 - before)
+            if kv.reserve(seq, n_new):
+                rows[seq[:, None], layers] += n_new[:, None]
+            else:
+                refused += 1
+        check_books(kv, rows)
+    assert refused > 5
+    kv.release(np.arange(6))
+    check_books(kv, rows * 0)
+    assert kv.n_free == kv.n_page and kv.least_free < 0.2 * kv.n_page
+
+
+@pytest.mark.parametrize("kind, kv_mode", CASES)
+def test_bytes_in_use_are_those_of_the_formula(kind, kv_mode):
+    """With the depths that the tokens took, and rows rounded up to pages."""
     model = random_model(kind, kv_mode, 5)
     c = model.config
-    ids = torch.randint(0, 61, (40,))
-    cache = KVCache(c, 2, 64)
-    _, routed = model.hidden(ids, ragged_batch(torch.tensor([0, 15, 40]), start=cache.seen), cache)
-    rows = 0
-    for layer, step in enumerate(c.steps):
-        if not c.makes_keys(layer):
-            continue
-        everyone = step is None or c.routing == "none" or kv_mode != "recursion"
-        rows += 40 if everyone else int((routed.depth > step).sum())
-    assert cache.bytes_in_use() == rows * 2 * c.n_kv_head * c.head_dim * 4
+    ids = torch.randint(0, 61, (45,))
+    depth = model.hidden(ids, ragged_batch(torch.tensor([0, 45])))[1].depth
+    engine = Engine(model, max_batch=2, chunk=20)
+    engine.submit(ids.tolist(), SamplingParams(max_new_tokens=0))
+    while engine.busy():
+        in_use = engine.kv.bytes_in_use()
+        engine.step()
+    per_step = [int((depth > r).sum()) for r in range(c.n_recursion)]
+    assert in_use == cache_bytes(c, 45, 4, per_step, PAGE_SIZE) == engine.kv.most_bytes()
+    assert engine.kv.bytes_in_use() == 0

@@ -1,4 +1,4 @@
-"""Generation against the naive full pass, its distributions, and what is printed of it.
+"""What is printed of generated text: samples, depths on screen and page, and what is refused.
 
 `Scripted` is a model that says what a test tells it to, for stop texts and characters out of several
 tokens; everything else runs real models, their routers drawn wide so that all depths occur.
@@ -6,7 +6,6 @@ tokens; everything else runs real models, their routers drawn wide so that all d
 
 import collections
 import html.parser
-import itertools
 import math
 import os
 import re
@@ -15,21 +14,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import tiktoken
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import checkpoint
-import engine
 import sample
-from engine import generate, noise, pieces, probabilities, tokens_with_depths
 from model import MoR
 from modelconfig import ModelConfig
 from ragged import ragged_batch
 from sample import main, page, paint
+from text import pieces
 from tokenizer import get_encoding
 
 ROOT = Path(__file__).resolve().parent
@@ -39,12 +33,8 @@ SIZES = dict(vocab_size=300, block_size=64, n_head=4, n_kv_head=2, n_embd=32, n_
 KINDS = {
     "vanilla": dict(sharing="none", n_recursion=1, routing="none"),
     "expert": dict(routing="expert"),
-    "expert_partial": dict(routing="expert", capacity=(0.8, 0.5, 0.3)),
-    "expert_shared": dict(routing="expert", kv_mode="shared", sampling="aux_router"),
     "token": dict(routing="token"),
-    "token_update": dict(routing="token", kv_mode="shared_update"),
 }
-PROMPTS = [list(b"def f(x):"), [], list(b"a"), list("é = 'naïve'\n".encode())]
 
 
 def random_model(kind: str, seed: int = 0, cls=MoR) -> MoR:
@@ -69,19 +59,6 @@ class Scripted(MoR):
         return y
 
 
-def run(model, prompts, n=20, **kwargs):
-    """Per sample, its generated tokens, all its tokens, and the depths of those but the last."""
-    steps = list(generate(model, prompts, BYTES, max_new_tokens=n, **kwargs))
-    tokens, depths = [], []
-    for s in range(len(prompts)):
-        pairs = list(tokens_with_depths(steps, s))
-        assert pairs[-1][1] is None and None not in [d for _, d in pairs[:-1]]
-        tokens.append([t for t, _ in pairs])
-        depths.append([d for _, d in pairs[:-1]])
-    new = [[step.chosen[s] for step in steps if s in step.chosen] for s in range(len(prompts))]
-    return new, tokens, depths
-
-
 @torch.no_grad()
 def full_pass(model, tokens, max_depth=None):
     x, routed = model.hidden(
@@ -97,275 +74,6 @@ def naive_greedy(model, prompt, n, max_depth=None):
         if tokens[-1] == END:
             break
     return tokens
-
-
-# ---- generation ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_equals_the_full_pass_token_by_token(kind):
-    model, all_depths = random_model(kind), set()
-    _, tokens, depths = run(model, PROMPTS, temperature=0)
-    for prompt, got, depth in zip(PROMPTS, tokens, depths):
-        assert got == naive_greedy(model, prompt, 20)
-        assert depth == full_pass(model, got[:-1])[1]
-        all_depths |= set(depth)
-    if model.config.routing != "none":
-        assert all_depths >= {1, 2, 3}
-    assert (kind == "expert_partial") == (0 in all_depths)
-
-
-def test_max_depth_caps_every_token():
-    model = random_model("token")
-    _, tokens, depths = run(model, PROMPTS, temperature=0, max_depth=2)
-    assert set().union(*depths) == {1, 2}
-    for prompt, got, depth in zip(PROMPTS, tokens, depths):
-        assert got == naive_greedy(model, prompt, 20, max_depth=2)
-        assert depth == full_pass(model, got[:-1], 2)[1]
-    assert tokens != run(model, PROMPTS, temperature=0)[1]
-
-
-@pytest.mark.parametrize("kind", ["expert", "token_update"])
-def test_a_sample_does_not_depend_on_its_companions(kind):
-    model = random_model(kind)
-    together, *_ = run(model, PROMPTS, temperature=0.9, top_p=0.95, seed=3)
-    first, *_ = run(model, PROMPTS[:1], temperature=0.9, top_p=0.95, seed=3)
-    assert first == together[:1]
-    others = [list(b"something else"), PROMPTS[1], list(b"short"), PROMPTS[3], list(b"one more")]
-    among, *_ = run(model, others, temperature=0.9, top_p=0.95, seed=3)
-    assert (among[1], among[3]) == (together[1], together[3])
-
-
-@pytest.mark.parametrize("kind", ["expert_shared", "token"])
-def test_sampling_equals_the_full_pass_and_the_noise_of_sample_and_token(kind):
-    model, stop, wanted = random_model(kind), [chr(c) for c in range(96, 128)], []
-    for s, prompt in enumerate(PROMPTS):
-        tokens = prompt or [END]
-        for index in range(12):
-            p = expected(full_pass(model, tokens)[0][-1].tolist(), 1.2, 50, 0.9)
-            tokens = [*tokens, int(np.argmax(np.cumsum(p) > noise(8, s, index)))]
-            if tokens[-1] == END or chr(tokens[-1]) in stop:
-                break
-        wanted.append(tokens)
-    _, got, _ = run(model, PROMPTS, n=12, temperature=1.2, top_k=50, top_p=0.9, seed=8, stop=stop)
-    assert got == wanted
-    assert len({len(g) - len(p or [END]) for g, p in zip(got, PROMPTS)}) > 1  # some end before others
-
-
-def test_noise_differs_between_samples_tokens_and_seeds():
-    same, *_ = run(random_model("expert"), [PROMPTS[0]] * 3, temperature=1.0, seed=1)
-    other, *_ = run(random_model("expert"), [PROMPTS[0]], temperature=1.0, seed=2)
-    assert len({tuple(x) for x in [*same, *other]}) == 4
-    assert len({noise(*x) for x in itertools.product(range(10), repeat=3)}) == 1000
-    u = np.array([noise(5, s, i) for s in range(40) for i in range(100)])
-    assert u.min() >= 0 and u.max() < 1 and abs(u.mean() - 0.5) < 0.02
-
-
-def test_top_k_of_one_equals_greedy():
-    model = random_model("expert")
-    assert run(model, PROMPTS, top_k=1, temperature=3.0) == run(model, PROMPTS, temperature=0)
-    tied = torch.zeros(1, 5)
-    assert (probabilities(tied, 1.0, 1, 1.0) > 0).tolist() == [[True] + [False] * 4]
-
-
-def expected(logits, temperature, top_k, top_p):
-    """By the book: soften, keep the k best, then the fewest that together weigh top_p, and rescale."""
-    p = {i: math.exp(x / temperature) for i, x in enumerate(logits)}
-    best = sorted(p, key=p.get, reverse=True)[: top_k or None]
-    total, kept = sum(p[i] for i in best), []
-    for i in best:
-        kept.append(i)
-        if sum(p[j] for j in kept) >= top_p * total:
-            break
-    return np.array([p[i] / sum(p[j] for j in kept) if i in kept else 0 for i in range(len(logits))])
-
-
-@pytest.mark.parametrize(
-    "temperature, top_k, top_p",
-    [
-        (1, 0, 1),
-        (0.5, 0, 1),
-        (2, 3, 1),
-        (1, 0, 0.6),
-        (1.5, 4, 0.7),
-        (1, 99, 0.01),
-        (1, 0, 0.999999),
-        (1, 2, 0.5),
-    ],
-)
-def test_frequencies_match_the_distribution(temperature, top_k, top_p):
-    logits = [0.3, 2.0, -1.0, 1.1, 1.9, -0.2]
-    p = expected(logits, temperature, top_k, top_p)
-    weights = probabilities(torch.tensor([logits, logits[::-1]]), temperature, top_k, top_p)
-    got = (weights / weights.sum(1, keepdim=True)).numpy()
-    np.testing.assert_allclose(got, [p, p[::-1]], atol=1e-7)
-    n = 10000
-    u = torch.tensor([noise(11, i % 100, i // 100) for i in range(n)], dtype=torch.double)
-    tokens = engine.draw(weights[:1].expand(n, -1), u)
-    counts = np.bincount(tokens, minlength=6)
-    assert (counts[p == 0] == 0).all()
-    chi_square = ((counts - n * p)[p > 0] ** 2 / (n * p[p > 0])).sum()
-    assert chi_square < 25  # five degrees of freedom exceed it once in 7,000 times
-
-
-def test_generated_frequencies_match_the_model():
-    model = random_model("token")
-    logits, _ = full_pass(model, PROMPTS[0])
-    p = expected(logits[-1].tolist(), 0.7, 6, 0.9)
-    new, *_ = run(model, [PROMPTS[0]] * 2000, n=1, temperature=0.7, top_k=6, top_p=0.9)
-    counts = np.bincount([x[0] for x in new], minlength=BYTES.n_vocab)
-    assert (p > 0).sum() > 2 and (counts[p == 0] == 0).all()
-    assert ((counts - 2000 * p)[p > 0] ** 2 / (2000 * p[p > 0])).sum() < 25
-
-
-def test_top_p_keeps_no_token_beyond_an_exact_sum():
-    tied = torch.zeros(1, 4)  # a quarter each, exactly
-    assert [(probabilities(tied, 1.0, 0, p) > 0).sum() for p in (0.25, 0.5, 0.51)] == [1, 2, 3]
-
-
-def test_the_best_token_stays_under_any_top_p():
-    logits = torch.tensor([[1.0, 3.0, 2.0]])
-    for top_k in (0, 2):
-        assert (probabilities(logits, 100.0, top_k, 5e-324) > 0).tolist() == [[False, True, False]]
-
-
-def test_noise_just_below_one_draws_the_last_token(monkeypatch):
-    model = random_model("vanilla")
-    with torch.no_grad():
-        model.model.norm.weight.zero_()  # all tokens are alike
-    monkeypatch.setattr(engine, "noise", lambda *numbers: 1 - 2**-53)
-    assert run(model, [[1]], n=1, temperature=1.0)[0] == [[BYTES.n_vocab - 1]]
-
-
-def test_any_noise_draws_a_token_that_has_weight():
-    weights = torch.tensor([[0, 0.25, 0, 0.75, 0]], dtype=torch.double)
-    for u, token in ((0, 1), (0.2499, 1), (0.25, 3), (1 - 2**-53, 3)):
-        assert engine.draw(weights, torch.tensor([u], dtype=torch.double)).tolist() == [token]
-    tiny = probabilities(torch.tensor([[1.0, 3.0, 2.0]]), 1e-320, 0, 1.0)
-    assert tiny.tolist() == [[0, 1, 0]]
-
-
-@pytest.mark.parametrize("temperature", [0, 5.0])
-def test_ids_that_stand_for_nothing_are_never_chosen(temperature):
-    model = random_model("expert")
-    with torch.no_grad():
-        model.model.embed_tokens.weight[BYTES.n_vocab :] *= 20  # padding, but likely
-        x, _ = model.hidden(torch.tensor(PROMPTS[0]), ragged_batch(torch.tensor([0, len(PROMPTS[0])])))
-        assert model.logits(x)[-1].argmax() >= BYTES.n_vocab
-    new, *_ = run(model, [PROMPTS[0]] * 8, temperature=temperature)
-    assert max(map(max, new)) < BYTES.n_vocab
-    # An encoding may have gaps, and special tokens that no text ever becomes.
-    gaps = tiktoken.Encoding(
-        "gaps", pat_str=".", mergeable_ranks={bytes([b]): b for b in range(256)},
-        special_tokens={"<|other|>": 257, "<|endoftext|>": 259},
-    )  # fmt: skip
-    steps = list(generate(model, [[1]] * 50, gaps, max_new_tokens=20, temperature=temperature))
-    chosen = {token for step in steps for token in step.chosen.values()}
-    assert chosen <= {*range(256), 259}
-
-
-def test_ended_samples_leave_the_passes_and_change_nothing():
-    model = random_model("expert")
-    alone, _, _ = run(model, PROMPTS, temperature=0)
-    letter = next(t for t in alone[0][3:] if 32 < t < 127)
-    end = alone[0].index(letter) + 1
-    steps = list(
-        generate(model, PROMPTS, BYTES, max_new_tokens=20, temperature=0, stop=["never", chr(letter)])
-    )
-    for s, whole in enumerate(alone):
-        new = [step.chosen[s] for step in steps if s in step.chosen]
-        assert new == (whole[: whole.index(letter) + 1] if letter in whole else whole)
-        assert sum(s in step.read for step in steps) == len(new)
-        assert steps[-1].cache.seen[s] == max(1, len(PROMPTS[s])) + len(new) - 1
-    assert len([step for step in steps if 0 in step.read]) == end < len(steps)
-
-
-def test_endoftext_ends_a_sample_and_is_no_text():
-    model = random_model("vanilla", cls=Scripted)
-    model.script = b"xyz"
-    new, tokens, _ = run(model, [list(b"ab")], n=10)
-    assert new == [[*b"xyz", END]]
-    assert "".join(text for text, _ in pieces([(t, 1) for t in tokens[0]], BYTES)) == "abxyz"
-
-
-def test_the_context_bounds_what_is_generated():
-    model = random_model("token")
-    prompts = [[1] * 64, [2] * 60, [3]]
-    new, _, depths = run(model, prompts, n=200, temperature=0)
-    assert [len(x) for x in new] == [1, 5, 64] and [len(d) for d in depths] == [64] * 3
-    with pytest.raises(ValueError, match="prompt of 65 tokens exceeds the context of 64"):
-        next(generate(model, [[1], [1] * 65], BYTES, max_new_tokens=1))
-
-
-def test_no_new_tokens_reads_the_prompts_alone():
-    model = random_model("token")
-    (step,) = generate(model, PROMPTS, BYTES, max_new_tokens=0)
-    assert step.chosen == {}
-    for s, prompt in enumerate(PROMPTS):
-        depths = full_pass(model, prompt or [END])[1]
-        assert step.read[s] == list(zip(prompt or [END], depths))
-
-
-# ---- tokens as text ------------------------------------------------------------------------------
-
-MERGED = tiktoken.Encoding(
-    "merged", pat_str=r"(?s).", special_tokens={"<|endoftext|>": 9},
-    mergeable_ranks={b"a": 0, b"b": 1, b"ab": 2, b"aa": 3, b"bab": 4, b"\xc3": 5, b"\xa9": 6},
-)  # fmt: skip
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(
-    st.lists(st.integers(0, 4), max_size=12),
-    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
-    st.integers(0, 3),
-)
-def test_text_ends_before_the_first_stop(tokens, stop, n_prompt):
-    n_prompt = min(n_prompt, len(tokens))
-    part = [MERGED.decode_single_token_bytes(t).decode() for t in tokens]
-    prompt, text = "".join(part[:n_prompt]), ""
-    for n in range(n_prompt, len(tokens)):
-        text += part[n]
-        found = [text.index(x) for x in stop if x in text]
-        if found:
-            text = text[: min(found)]
-            break
-    got = list(pieces(list(zip(tokens, range(20))), MERGED, n_prompt, stop))
-    assert "".join(t for t, _ in got) == prompt + text
-    assert [d for _, d in got] == list(range(len(got)))
-    assert all(part[d].startswith(t) for t, d in got)
-
-
-@pytest.mark.parametrize("n_prompt", [0, 2])
-def test_nothing_of_a_stop_text_shows_while_it_arrives(n_prompt):
-    arrived = []
-
-    def arriving():
-        for token in b"\n\nx\ndef y\n\ndef":
-            arrived.append(token)
-            yield token, 1
-
-    shown = ""
-    for text, _ in pieces(arriving(), BYTES, n_prompt, ["\n\ndef"]):
-        shown += text
-        if n_prompt and len(shown) <= 2:  # a prompt shows at once
-            assert len(arrived) == len(shown)
-        if bytes(arrived) == b"\n\nx":  # what is no stop text shows as soon as that is clear
-            late = shown
-    assert shown == "\n\nx\ndef y" and late == "\n\nx" and len(arrived) == 14
-
-
-def test_characters_come_with_their_last_byte():
-    text = "é€𝄞x"
-    tokens = list(zip(text.encode(), itertools.count(1)))
-    got = list(pieces(tokens, BYTES))
-    assert [(t, d) for t, d in got if t] == [("é", 2), ("€", 5), ("𝄞", 9), ("x", 10)]
-    assert [d for _, d in got] == list(range(1, 11))
-    for n in range(len(tokens)):  # cut anywhere: whole characters, no replacement for the torn one
-        cut = "".join(t for t, _ in pieces(tokens[:n], BYTES))
-        assert text.startswith(cut) and "\ufffd" not in cut
-    broken = "".join(t for t, _ in pieces([(0xE2, 1), (ord("y"), 1)], BYTES))
-    assert broken == "\ufffdy"
 
 
 # ---- depths in the terminal and on a page --------------------------------------------------------
@@ -485,15 +193,26 @@ def test_depths_on_screen_and_page_are_those_of_the_full_pass(capsys, monkeypatc
 
 
 def test_passes_every_setting_on(monkeypatch, saved):
-    given_on = {}
-    monkeypatch.setattr(sample, "generate", lambda *a, **settings: given_on.update(settings) or iter(()))
-    wanted = dict(max_new_tokens=7, temperature=0.3, top_k=5, top_p=0.6, seed=9, stop=["q"], max_depth=2)
+    asked, engines = [], []
+
+    class Recorder(sample.Engine):
+        def __init__(self, *args, **given):
+            engines.append(given)
+            super().__init__(*args, **given)
+
+        def submit(self, tokens, params):
+            asked.append(params)
+            return super().submit(tokens, params)
+
+    monkeypatch.setattr(sample, "Engine", Recorder)
+    wanted = dict(max_new_tokens=7, temperature=0.3, top_k=5, top_p=0.6, stop=("q",))
     flags = [f"--{name}={value[0] if name == 'stop' else value}" for name, value in wanted.items()]
-    assert main([f"--checkpoint={saved}", "--prompt=x", *flags]) == 0 and given_on == wanted
-    assert main([f"--checkpoint={saved}", "--prompt=x"]) == 0
-    assert given_on == dict(
-        max_new_tokens=256, temperature=0.8, top_k=0, top_p=1.0, seed=1337, stop=[], max_depth=None
-    )
+    assert main([f"--checkpoint={saved}", "--prompt=x", "--max_depth=2", "--seed=9", *flags]) == 0
+    assert main([f"--checkpoint={saved}", "--prompt=x", "--num_samples=2"]) == 0
+    assert engines[0]["max_depth"] == 2 and engines[1]["max_depth"] is None
+    assert asked[0] == sample.SamplingParams(**wanted, seed=asked[0].seed)
+    assert asked[1] == sample.SamplingParams(256, 0.8, seed=asked[1].seed)
+    assert len({params.seed for params in asked}) == 3
 
 
 def test_goes_to_the_end_of_the_context_and_says_so(capsys, saved):
@@ -524,6 +243,8 @@ def test_goes_to_the_end_of_the_context_and_says_so(capsys, saved):
         ("--max_new_tokens=-1", "max_new_tokens=-1"),
         ("--num_samples=0", "num_samples=0"),
         ("--num_samples=1000000000", "num_samples=1000000000"),
+        ("--interactive --num_samples=2", "exclude each other"),
+        ("--compare {damaged} {damaged}", "damaged"),
         ("--device=meta", "device=meta"),
         ("--stop=", "stop"),
         ("--device=toaster", "device=toaster"),
@@ -544,7 +265,7 @@ def test_bad_input_is_refused_in_a_sentence(capsys, monkeypatch, tmp_path, saved
         checkpoint.save(Path("small"), small, encoding="bytes", step=0)
     argument = argument.format(damaged="damaged", diverged="diverged", small="small")
     given_prompt = [] if argument.startswith("--prompt=") else ["--prompt=x"]
-    assert main([f"--checkpoint={saved}", *given_prompt, argument]) == 2
+    assert main([f"--checkpoint={saved}", *given_prompt, *argument.split(" ")]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and says in err
     assert err.endswith(".\n") and err.count("\n") == 1 and "Traceback" not in err
@@ -581,7 +302,12 @@ def test_a_bad_prompt_file_is_refused(capsys, tmp_path, saved, content, says):
 def start(saved, *arguments) -> subprocess.Popen:
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     command = [sys.executable, "sample.py", f"--checkpoint={saved}", "--device=cpu", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def listen():  # also where the tests run in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    return subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=listen, **pipes)
 
 
 @pytest.fixture(scope="module")
@@ -615,6 +341,38 @@ def test_interrupt_keeps_what_there_is(endless, tmp_path):
     assert process.returncode == 130 and re.fullmatch(rb"\0*\n", out)
     assert err.count(b"\n") == 1 and b"tokens/s" in err
     assert PageText(target.read_text()).samples[0][:20] == ["a", "b", *"␀" * 18]
+
+
+def test_lines_are_continued_until_the_input_ends(saved):
+    process = start(saved, "--interactive", "--temperature=0", "--max_new_tokens=5", "--seed=3")
+    out, err = process.communicate(("ab\n" + "x" * 70 + "\n\nab\n").encode())
+    assert process.returncode == 0
+    shown = re.sub(r"\x1b\[[\d;]*m", "", out.decode()).split("> ")
+    assert len(shown) == 6 and shown[1].startswith("ab") and shown[1] == shown[4]
+    assert "depth 1: " in shown[1] and shown[2] == "" and shown[5] == "\n"
+    errors = err.decode().splitlines()
+    assert [line.split(",")[0] for line in errors if "tokens/s" in line] == ["5 tokens"] * 3
+    assert "error: a prompt of 70 tokens exceeds the context of 64; shorten it." in errors
+
+
+def test_two_checkpoints_stand_side_by_side(capsys, monkeypatch, tmp_path, saved):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "83")
+    other = tmp_path / "other.pt"
+    checkpoint.save(other, random_model("vanilla"), encoding="bytes", step=0)
+    flags = ["--prompt=if x:\n  y", "--temperature=0", "--max_new_tokens=30"]
+    assert main(["--compare", str(saved), str(other), *flags]) == 0
+    out = capsys.readouterr().out
+    columns = list(zip(*(line.ljust(43).split(" │ ") for line in out.splitlines())))
+    for column, path, depths in zip(columns, (saved, other), ("123", "1")):
+        text = "".join(column)
+        assert str(path)[-30:] in text
+        model = checkpoint.load_model(checkpoint.load(path))
+        tokens = naive_greedy(model, list(b"if x:\n  y"), 30)
+        got = full_pass(model, tokens[:-1])[1]
+        joined = re.sub(r"\s+", " ", " ".join(part.strip() for part in column))
+        assert "tokens by depth" in joined and f"{len(tokens) - 9} tokens" in joined
+        assert all(f"{d}: {got.count(int(d))}" in joined for d in depths)
 
 
 def test_a_closed_pipe_is_no_error(endless):

@@ -24,12 +24,14 @@ import router as routing
 from branches import Branch, check_resumed, learning_rate, plan, warmup_iters
 from dataset import Windows, document_cu_seqlens, open_dataset
 from distributed import RANK, WORLD
-from engine import generate, out_of_memory, pick_device, pieces, tokens_with_depths
+from engine import Engine, out_of_memory, pick_device
 from flops import run_steps, train_step_flops
 from measure import PEAK_FLOPS, fitting_batch
 from model import MoR
 from modelconfig import ModelConfig
+from sampling import SamplingParams
 from settings import TrainConfig, build, help_text, lasting_output, parse, split_batch, stop_on_signals
+from text import pieces
 from tokenizer import get_encoding
 from validation import batches_of, mean_figures, rules, validate
 
@@ -260,6 +262,9 @@ def train(run: Run) -> int:
         f"{config.n_layer}; {run.end} steps of {tokens_per_step} tokens on {run.device}, "
         f"to {run.checkpoint}"
     )
+    epochs = run.end * t.global_batch_size / run.rows.per_epoch
+    if epochs > 1:
+        print(f"note: that is {epochs:.1f} times the training data of {t.dataset!r}")
     step_flops, peak = train_step_flops(config, tokens_per_step), peak_flops(t, run.device)
     log_path = run.checkpoint.with_name("metrics.jsonl")
     log = checkpoint.Log(log_path, run.start, t.wandb, run.settings)
@@ -322,8 +327,10 @@ def train(run: Run) -> int:
 def sample_text(model: MoR, encoding: Encoding) -> str:
     """What a model in eval mode makes of a function's beginning."""
     prompt = encoding.encode_ordinary("def ")[: model.config.block_size]
-    steps = generate(model, [prompt], encoding, max_new_tokens=300, temperature=0.6)
-    return "".join(text for text, _ in pieces(tokens_with_depths(steps, 0), encoding))
+    engine = Engine(model, max_batch=1, encoding=encoding)
+    engine.submit(prompt, SamplingParams(max_new_tokens=300, temperature=0.6))
+    events = ((event.token, event.depth) for event in engine.stream())
+    return "".join(text for text, _ in pieces(events, encoding))
 
 
 def run_in(folder: Path, given: dict) -> None:

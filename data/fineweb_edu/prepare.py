@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from documents import find_files  # noqa: E402
-from prepare import command, options, prepare, recorded  # noqa: E402
+from prepare import INPUTS, command, options, prepare, recorded  # noqa: E402
 
 REPOSITORY, CONFIG = "HuggingFaceTB/smollm-corpus", "fineweb-edu-dedup"
 TEXT_BYTES = 957 * 10**9
@@ -56,10 +56,9 @@ def open_hub(revision: str | None) -> tuple[list, dict, int]:
 
 def main() -> None:
     parser = options(__doc__.splitlines()[0], encoding="smollm", val_tokens=10_000_000)
-    parser.add_argument("inputs", nargs="*", type=Path, help="files or folders to read, not the hub")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).resolve().parent, help="where to write"
-    )
+    parser.add_argument("inputs", nargs="*", type=Path, help=f"read instead of the hub: {INPUTS}")
+    here = Path(__file__).resolve().parent
+    parser.add_argument("--out", type=Path, default=here, help="where to write; none: this folder")
     args = parser.parse_args()
     if args.inputs:
         source = find_files(args.inputs, args.out)

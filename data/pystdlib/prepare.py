@@ -42,8 +42,9 @@ def is_validation(name: str) -> bool:
 
 
 def main() -> None:
+    here = Path(__file__).resolve().parent
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out_dir", type=Path, default=Path(__file__).resolve().parent)
+    parser.add_argument("--out_dir", type=Path, default=here, help="where to write; none: this folder")
     out_dir, began = parser.parse_args().out_dir, time.time()
 
     library = Path(sysconfig.get_path("stdlib"))

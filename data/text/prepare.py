@@ -10,12 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from documents import find_files  # noqa: E402
-from prepare import command, options, prepare  # noqa: E402
+from prepare import INPUTS, command, options, prepare  # noqa: E402
 
 
 def main() -> None:
     parser = options(__doc__.splitlines()[0], encoding="bytes", val_tokens=100_000)
-    parser.add_argument("inputs", nargs="+", type=Path, help="files or folders to read")
+    parser.add_argument("inputs", nargs="+", type=Path, help=INPUTS)
     parser.add_argument("--out", required=True, help="name of the dataset: a folder in data/")
     args = parser.parse_args()
     folder = ROOT / "data" / args.out

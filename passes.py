@@ -1,0 +1,87 @@
+"""The three passes that a token takes through the model while it is generated (paper section 2.2).
+
+`enter` embeds tokens and runs the first layer, `block` runs the shared block once over tokens of any
+recursion step, since its weights are the same in all of them, and `leave` runs the last layer and the
+head for those that are done. Models without routing do the same, their tokens taking every step.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import router as routing
+from kvcache import PagedKV, PagedPass
+from model import MoR
+
+
+class Tokens(NamedTuple):
+    """What the passes hand on, a row for each token in flight; None where a model has no use for it."""
+
+    x: Tensor  # (n, d) residual stream
+    gate: Tensor | None  # (n,) weight of the next step's output, or of the last one (token-choice)
+    base: Tensor | None  # (n, d) token-choice: what that output is added to
+    depth: Tensor | None  # (n,) token-choice: steps that the token takes
+
+    def take(self, index) -> "Tokens":
+        return Tokens(*(t if t is None else t[index] for t in self))
+
+    def put(self, index, new: "Tokens") -> None:
+        for t, values in zip(self, new):
+            if t is not None:
+                t[index] = values
+
+    def join(self, new: "Tokens") -> "Tokens":
+        return Tokens(*(t if t is None else torch.cat((t, u)) for t, u in zip(self, new)))
+
+
+class Passes:
+    """The passes of one model over the pages of its cache."""
+
+    def __init__(self, model: MoR, kv: PagedKV):
+        self.model, self.config = model, model.config
+        self.first, self.last = kv.outer[:1].tolist(), kv.outer[1:].tolist()
+        self.shared_block, self.n_step = kv.in_step[0].tolist(), len(kv.in_step)
+
+    def enter(self, ids: Tensor, kv: PagedPass) -> tuple[Tokens, Tensor]:
+        """New tokens (n,) to what is handed on, and whether each is done already, (n,) bool."""
+        c, model, pos = self.config, self.model, kv.mask.queries.pos
+        x = model.run(self.first, model.model.embed_tokens(ids), kv.mask.queries, kv)
+        never = torch.zeros_like(ids, dtype=torch.bool)
+        if c.routing == "none":
+            return Tokens(x, None, None, None), never
+        if c.routing == "expert":
+            gate, goes_on = self.score(x, pos, torch.zeros_like(ids))
+            return Tokens(x, gate, None, None), ~goes_on
+        _, p, choice = routing.choose_depth(c, x, model.router[0])
+        depth = choice.clamp(max=self.n_step - 1) + 1
+        return Tokens(x, p.gather(1, choice[:, None]).squeeze(1), x.clone(), depth), never
+
+    def block(self, tokens: Tokens, step: Tensor, kv: PagedPass) -> tuple[Tokens, Tensor]:
+        """Tokens (n,) through the step that is next for each, (n,), and whether each is done then."""
+        c, x = self.config, tokens.x
+        y = self.model.run(self.shared_block, x, kv.mask.queries, kv)
+        done = step + 1 == self.n_step
+        if c.routing == "none":
+            return tokens._replace(x=y), done
+        if c.routing == "token":
+            done = step + 1 == tokens.depth
+            out = tokens.base + (tokens.gate[:, None] * y).to(x.dtype)
+            return tokens._replace(x=torch.where(done[:, None], out, y)), done
+        x = x + (tokens.gate[:, None] * y).to(x.dtype)
+        gate, goes_on = self.score(x, kv.mask.queries.pos, (step + 1).clamp(max=c.n_recursion - 1))
+        return Tokens(x, gate, None, None), done | ~goes_on
+
+    def score(self, x: Tensor, pos: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate, and whether the causal rule takes it, of each token (n,) at its own step (n,)."""
+        c, model = self.config, self.model
+        aux = model.aux_router if c.sampling == "aux_router" else [None] * c.n_recursion
+        each = [routing.score(c, r, x, pos, model.router[r], aux[r]) for r in range(self.n_step)]
+        step = step.clamp(max=self.n_step - 1)[:, None]
+        gate = torch.stack([s.gate for s in each], 1).gather(1, step).squeeze(1)
+        return gate, torch.stack([s.causal for s in each], 1).gather(1, step).squeeze(1)
+
+    def leave(self, x: Tensor, last: Tensor, kv: PagedPass) -> Tensor:
+        """Tokens (n, d) that are done to float32 logits (len(last), V) of the rows `last`."""
+        x = self.model.run(self.last, x, kv.mask.queries, kv)
+        return self.model.logits(self.model.model.norm(x[last]))
