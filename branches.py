@@ -71,7 +71,7 @@ def warmup_iters(branches: list[Branch]) -> int:
     return max(1, round(WARMUP * branches[0].steps))
 
 
-def check(branches: list[Branch], state: dict | None, out_dir: str) -> None:
+def check_resumed(branches: list[Branch], state: dict | None, out_dir: str) -> None:
     """Refuses to resume what has passed a branch, or is no plateau."""
     if state is None:
         return

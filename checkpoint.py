@@ -14,24 +14,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 
+import tiktoken
 import torch
 
 import distributed
-from dataset import whole_file
+from dataset import locked, whole_file
 from model import MoR
 from modelconfig import ModelConfig
 from settings import build, convert, merge
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where runs are not kept apart
-    fcntl = None
+from tokenizer import get_encoding
 
 TYPES = {
     "model": dict, "model_config": dict, "encoding": str, "step": int,
     "settings": dict, "optimizer": dict, "data": dict,
 }  # fmt: skip
-KEYS = ("model", "model_config", "encoding", "step")  # the others are for going on alone
+KEYS = ("model", "model_config", "encoding", "step")  # the others are needed to go on, not to sample
 
 
 def save(path: Path, model: MoR, **state) -> None:
@@ -103,6 +100,19 @@ def load_model(state: dict, device: str = "cpu") -> MoR:
     return model.to(device).eval()
 
 
+def load_trained(
+    path: Path, device: str, keys: tuple[str, ...] = KEYS
+) -> tuple[dict, MoR, tiktoken.Encoding]:
+    """What `load` gives, the model and the encoding, to sample or evaluate; refused if it cannot."""
+    state = load(path, keys)
+    model, encoding = load_model(state, device), get_encoding(state["encoding"])
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise ValueError(f"{path} holds weights that are not finite: its training diverged.")
+    if (known := model.config.vocab_size) < encoding.n_vocab:
+        raise ValueError(f"{path} knows {known} of the {encoding.n_vocab} tokens in its encoding.")
+    return state, model, encoding
+
+
 def load_moments(state: dict, optimizer: torch.optim.AdamW) -> None:
     """The moments of a loaded checkpoint; the optimizer's settings stay as they are now."""
     with this_version():
@@ -167,24 +177,13 @@ def sole_writer(folder: Path) -> Iterator[None]:
         return
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY) if fcntl else None
-    try:
-        if fcntl:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(
-                    f"another run is writing to {folder}; wait for its end, or give another --out_dir."
-                ) from None
-            except OSError:  # some network drives know no locks
-                pass
-        yield
-    finally:
-        if made:
-            with suppress(OSError):
-                folder.rmdir()
-        if fcntl:
-            os.close(lock)
+    with locked(folder, "--out_dir"):
+        try:
+            yield
+        finally:
+            if made:
+                with suppress(OSError):
+                    folder.rmdir()
 
 
 def kept_up_to(path: Path, step: int) -> bytes:

@@ -12,6 +12,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,11 @@ import tiktoken
 import torch
 
 from tokenizer import get_encoding, token_bytes
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where runs are not kept apart
+    fcntl = None
 
 # magic, version, numpy dtype, number of tokens, encoding; then a checksum over these and the tokens
 HEADER = struct.Struct("<8sI4sQ36s")
@@ -72,6 +78,31 @@ def whole_file(path: Path, writer: str = "") -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path, option: str, patience: float = 0.0) -> Iterator[None]:
+    """Keeps other runs out of a folder, which `option` chose; waits so many seconds for one to end."""
+    if not fcntl:
+        yield
+        return
+    descriptor, end = os.open(folder, os.O_RDONLY), time.monotonic() + patience
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise ValueError(
+                        f"another run is writing to {folder}; wait for it, or give another {option}."
+                    ) from None
+                time.sleep(0.1)
+            except OSError:  # some network drives know no locks
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_shard(path: str | Path, tokens: np.ndarray, encoding_name: str) -> int:
@@ -250,7 +281,7 @@ class Windows:
     def rows(self, first: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows first … first + n - 1: inputs and targets, int64, (n, block_size) each.
 
-        A process's batch is rows(step * global_batch + rank * batch, batch).
+        Pass number n of a run, whichever process makes it, reads rows(n * batch_size, batch_size).
         """
         starts = []
         for epoch, place in (divmod(row, self.per_epoch) for row in range(first, first + n)):
@@ -277,8 +308,6 @@ def document_cu_seqlens(ids: torch.Tensor, eot: int) -> torch.Tensor:
     ids: (B, T) tokens. Returns int64 (n + 1,), from 0 to B * T: rows cu_seqlens[i] to cu_seqlens[i + 1]
     of ids.flatten() are one document. One begins at each window's start and after each `eot`.
     """
-    if ids.dim() != 2 or not ids.numel():
-        raise ValueError(f"documents are found in windows (B, T), not in {tuple(ids.shape)}.")
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, :-1] == eot
     end = torch.tensor([ids.numel()], device=ids.device)

@@ -11,13 +11,11 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import tiktoken
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
@@ -28,7 +26,8 @@ from ragged import ragged_batch
 from sampling import SamplingParams
 from settings import TrainConfig, build, open_streams, silence
 from text import pieces
-from tokenizer import get_encoding, token_bytes
+from tokenizer import token_bytes
+from validation import batches_of, rules, validate
 
 # The paper's benchmarks, and what it reports of each; its MMLU scores the answers' texts, not letters.
 PAPER = {
@@ -37,41 +36,12 @@ PAPER = {
 }  # fmt: skip
 
 
-def batches_of(val: Windows, batch_size: int, n_batch: int | None) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and targets (B, T): n_batch batches spread evenly over the split, or (None) all of it."""
-    x, y = val.in_order(n_batch * batch_size if n_batch else val.per_epoch)
-    batches = list(zip(x.split(batch_size), y.split(batch_size)))
-    if val.left_over and not n_batch:  # too few for a window
-        rest = val.tokens.read(len(val.tokens) - 1 - val.left_over, val.left_over + 1)
-        batches.append((torch.from_numpy(rest)[None, :-1], torch.from_numpy(rest)[None, 1:]))
-    return batches
-
-
-@torch.no_grad()
-def validate(model: MoR, batches: Iterable, sizes: np.ndarray, rule: str, max_depth: int) -> dict:
-    """Losses and depths over (inputs, targets), (B, T) each; sizes (V,) are the bytes in each token.
-
-    `shares` has, for each depth 0 … R, the share of the tokens that took so many steps.
-    """
-    device, nats, n_tokens, n_bytes, active = model.cos.device, 0.0, 0, 0, 0
-    for x, y in batches:
-        _, figures = model(x.to(device), y.to(device), rule=rule, max_depth=max_depth)
-        nats += figures["lm_loss"].item() * y.numel()
-        active += figures["active"] * y.numel()
-        n_tokens += y.numel()
-        n_bytes += int(sizes[y.numpy()].sum())
-    active = (active / n_tokens).tolist()
-    return {
-        "loss": nats / n_tokens,
-        "bits_per_byte": nats / math.log(2) / max(1, n_bytes),
-        "mean_depth": sum(active),
-        "shares": [reached - beyond for reached, beyond in zip([1, *active], [*active, 0])],
-    }
-
-
-def print_validation(args: argparse.Namespace, state: dict, model: MoR, t: TrainConfig, depths) -> None:
+def print_validation(
+    args: argparse.Namespace, state: dict, model: MoR, encoding: tiktoken.Encoding, t: TrainConfig,
+    depths: Sequence[int],
+) -> None:  # fmt: skip
     """A row for each rule and greatest depth, as they come."""
-    c, name, encoding = model.config, args.dataset or t.dataset, get_encoding(state["encoding"])
+    c, name = model.config, args.dataset or t.dataset
     tokens = open_dataset(name)[1]
     if tokens.encoding != encoding.name:
         raise ValueError(
@@ -82,18 +52,18 @@ def print_validation(args: argparse.Namespace, state: dict, model: MoR, t: Train
         print(f"note: {name!r} changed since the training, which may know its texts.", file=sys.stderr)
     expert, n_batch = c.routing == "expert", None if args.all else args.eval_iters or t.eval_iters
     batches = batches_of(Windows(tokens, c.block_size, t.seed), args.batch_size, n_batch)
-    rules = [args.rule] if args.rule else ["top-k", "causal"] if expert else ["causal"]
     columns = range(0 if expert and c.capacity[0] < 1 else 1, c.n_recursion + 1)
     n_tokens = sum(y.numel() for _, y in batches)
     print(f"{args.checkpoint}, step {state['step']}, on {n_tokens:,} tokens of {name}")
     head = "rule    max depth  nats/token  bits/byte  mean depth"
     print(head, *(f"depth {d}" for d in columns), sep="  ", flush=True)
-    for rule, depth in itertools.product(rules, depths):
+    for rule, depth in itertools.product([args.rule] if args.rule else rules(c), depths):
         torch.manual_seed(t.seed)  # of random routing
-        shown = tqdm(batches, unit="batch", disable=None, leave=False)
-        r = validate(model, shown, token_bytes(encoding), rule, depth)
+        r = validate(model, batches, encoding, rule, depth, t.within_documents)
         row = f"{rule if expert else '–':6}{depth:11}{r['loss']:12.4f}{r['bits_per_byte']:11.4f}"
-        row += f"{r['mean_depth']:12.2f}" + "".join(f"{r['shares'][d]:9.1%}" for d in columns)
+        reached = [1, *r["active"], 0]  # by step: the share of the tokens that took as many or more
+        row += f"{sum(r['active']):12.2f}"
+        row += "".join(f"{reached[d] - reached[d + 1]:9.1%}" for d in columns)
         print(row, flush=True)
 
 
@@ -220,7 +190,9 @@ def paper_figures(results: dict) -> dict[str, float]:
     return found
 
 
-def run_tasks(args: argparse.Namespace, state: dict, model: MoR, depth: int) -> None:
+def run_tasks(
+    args: argparse.Namespace, state: dict, model: MoR, encoding: tiktoken.Encoding, depth: int
+) -> None:
     """Runs lm-eval's tasks, prints its table, and writes what it found beside the checkpoint."""
     try:
         import lm_eval
@@ -242,7 +214,7 @@ def run_tasks(args: argparse.Namespace, state: dict, model: MoR, depth: int) -> 
                 ) from None
 
     names = [name for task in args.tasks.split(",") for name in (PAPER if task == "paper" else [task])]
-    rule, encoding = args.rule or "causal", get_encoding(state["encoding"])
+    rule = args.rule or "causal"
     adapter = type("Adapter", (Scorer, LM), {})(model, encoding, args.batch_size, rule, depth)
     found = lm_eval.simple_evaluate(
         adapter, tasks=names, num_fewshot=args.num_fewshot, limit=args.limit, log_samples=False,
@@ -302,13 +274,8 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Prints what is asked of the checkpoint, computed in the dtype of its training."""
-    path, device = args.checkpoint, pick_device(args.device)
-    state = checkpoint.load(path, (*checkpoint.KEYS, "settings", "data"))
-    model, n_vocab = checkpoint.load_model(state, device), get_encoding(state["encoding"]).n_vocab
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise ValueError(f"{path} holds weights that are not finite: its training diverged.")
-    if (known := model.config.vocab_size) < n_vocab:
-        raise ValueError(f"{path} knows {known} of the {n_vocab} tokens in its encoding.")
+    device, keys = pick_device(args.device), (*checkpoint.KEYS, "settings", "data")
+    state, model, encoding = checkpoint.load_trained(args.checkpoint, device, keys)
     with checkpoint.this_version():
         t = build(state["settings"])[1]
     args.batch_size = args.batch_size or t.batch_size or 8
@@ -319,9 +286,9 @@ def evaluate(args: argparse.Namespace) -> None:
         raise ValueError(f"max_depth={given} is more than the model's n_recursion={n_recursion}.")
     with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bfloat16):
         if args.tasks:
-            run_tasks(args, state, model, depths[0])
+            run_tasks(args, state, model, encoding, depths[0])
         else:
-            print_validation(args, state, model, t, depths)
+            print_validation(args, state, model, encoding, t, depths)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,6 +9,7 @@ costs.
 
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -105,10 +106,9 @@ def budget_steps(config: ModelConfig, flops: float, tokens_per_step: int) -> int
     return max(1, round(steps))
 
 
-def run_steps(config: ModelConfig, train: TrainConfig, batch_size: int) -> int:
-    """Optimizer steps of a run: those given, or those that its budget of tokens or FLOPs pays."""
-    sequences = train.global_batch_size or batch_size * (train.gradient_accumulation_steps or 1)
-    tokens_per_step = sequences * config.block_size
+def run_steps(config: ModelConfig, train: TrainConfig) -> int:
+    """Optimizer steps of a run, its batch split: those given, or those that its largest budget pays."""
+    tokens_per_step = train.global_batch_size * config.block_size
     if flops := max(train.max_flops, *train.budgets, 0):
         return budget_steps(config, flops, tokens_per_step)
     if train.max_tokens:
@@ -216,7 +216,7 @@ def vanilla_of(config: ModelConfig, preset_name: str = "") -> ModelConfig:
     return without_routing(config, n_layer=depth, sharing="none", n_recursion=1)
 
 
-def cost_lines(config: ModelConfig, train: TrainConfig):
+def cost_lines(config: ModelConfig, train: TrainConfig) -> Iterator[tuple[str, str]]:
     """(name, text) of what one run stores and computes; FLOPs are forward unless told."""
     yield "model", describe(config)
     yield "layers", f"{config.n_layer} unrolled, {max(config.plan) + 1} physical"
@@ -232,11 +232,12 @@ def cost_lines(config: ModelConfig, train: TrainConfig):
     backward = f"{short(train_step_flops(config, tokens))} with backward"
     per_step = f"{short(paper * tokens)} as the paper counts, {short(exact * tokens)} exact"
     yield "FLOPs per step", f"{per_step}, {backward}"
-    steps = run_steps(config, train, batch)
+    steps = run_steps(config, split)
     spent = f"{short(steps * tokens)} tokens, {short(steps * tokens * paper)} FLOPs as the paper counts"
     largest = f"; the largest of {len(train.budgets)} budgets" if len(train.budgets) > 1 else ""
     yield "budget", f"{steps:,} steps, {spent}{largest}"
-    yield "tokens on disk", f"{short(2 * steps * tokens)}B, each read once"
+    width = 2 if config.vocab_size <= 2**16 else 4
+    yield "tokens on disk", f"{short(width * steps * tokens)}B, each read once"
     hours = steps * train_step_flops(config, tokens) / (8 * H100_FLOPS * ASSUMED_MFU) / 3600
     time = f"{hours:.3g} hours" if hours > 0.1 else f"{hours * 3600:.3g} seconds"
     yield "time", f"{time} on 8 H100, computed for an assumed MFU of {ASSUMED_MFU:.0%}"

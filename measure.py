@@ -65,15 +65,22 @@ def fitting_batch(model: torch.nn.Module, autocast: torch.autocast) -> int:
     Three times the weights are set aside, for the optimizer's moments and for what exchanges gradients.
     """
     config, device, peaks = model.config, model.cos.device, []
+    if config.capacity_warmup:
+        model.warm_up_capacity(0)  # the first passes take most
     for n in (1, 2):
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         ids = torch.randint(config.vocab_size, (n, config.block_size), device=device)
-        with autocast:
-            loss, _ = model(ids, ids)
-        loss.backward()
+        try:
+            with autocast:
+                loss, _ = model(ids, ids)
+            loss.backward()
+            peaks.append(torch.cuda.max_memory_allocated(device) - before)
+        except torch.OutOfMemoryError:
+            if n == 1:
+                raise
+            peaks.append(math.inf)
         model.zero_grad()
-        peaks.append(torch.cuda.max_memory_allocated(device) - before)
     torch.cuda.empty_cache()
     free = 0.9 * torch.cuda.mem_get_info(device)[0] - 3 * sum(p.nbytes for p in model.parameters())
     more = (free - peaks[0]) / max(1, peaks[1] - peaks[0])

@@ -7,7 +7,6 @@ bytes. meta.json takes its place when all is done. The scripts data/*/prepare.py
 """
 
 import argparse
-import fcntl
 import functools
 import json
 import multiprocessing
@@ -29,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from dataset import open_shard, whole_file, write_shard
+from dataset import locked, open_shard, whole_file, write_shard
 from settings import lasting_output
 from tokenizer import get_encoding, token_bytes
 
@@ -37,13 +36,17 @@ from tokenizer import get_encoding, token_bytes
 Parts = list[Callable[[int], Iterator[str]]]
 BYTES_PER_TOKEN = 4  # a low guess for English in a vocabulary of 50,000
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 2**19, 256
+PATIENCE = 5  # seconds that the workers of a killed run may take to end
 
 
 def count(text: str) -> int:
     """A positive number, as 100000000 or 1e8."""
-    number = int(float(text))
+    try:
+        number = int(float(text))
+    except (ValueError, OverflowError):
+        number = 0
     if number < 1:
-        raise ValueError(f"{text} is not 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
     return number
 
 
@@ -99,12 +102,11 @@ def prepare(folder: Path, parts: Parts, source: dict, text_bytes: int, args: arg
     (ValueError), as is a damaged shard or a disk too small for `text_bytes` of text.
     """
     began, encoding = time.time(), get_encoding(args.encoding)
-    chosen = {
-        name: getattr(args, name) for name in ("encoding", "val_tokens", "shard_tokens", "max_tokens")
-    }
-    plan = {**source, **chosen, "vocabulary": zlib.crc32(sizes_of(args.encoding))}
+    names = ("encoding", "val_tokens", "shard_tokens", "max_tokens")
+    plan = {**source, **{name: getattr(args, name) for name in names}}
+    plan["vocabulary"] = zlib.crc32(sizes_of(args.encoding))
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
+    with locked(folder, "--out", PATIENCE):
         shards, complete = finished_shards(folder, plan)
         if not complete:
             for left_behind in folder.glob("*.tmp"):
@@ -120,31 +122,9 @@ def prepare(folder: Path, parts: Parts, source: dict, text_bytes: int, args: arg
                 folder / "meta.json", {"encoding": args.encoding, **summary(shards), "plan": plan}
             )
         (folder / "progress.json").unlink(missing_ok=True)
-    sums = summary(shards)["splits"]
-    made = ", ".join(f"{split} {split_sums['tokens']:,} tokens" for split, split_sums in sums.items())
+    splits = summary(shards)["splits"].items()
+    made = ", ".join(f"{split} {sums['tokens']:,} tokens" for split, sums in splits)
     print(f"{folder}: {made}, encoding {args.encoding}; complete after {time.time() - began:.1f} s")
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """One run at a time; a killed one's workers are waited for."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        for _ in range(50):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.1)
-            except OSError:  # some network disks know no locks
-                break
-        else:
-            raise ValueError(
-                f"{folder} is being written by another run; wait for it, or give another --out."
-            )
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -217,7 +197,9 @@ def check_disk(folder: Path, total: int, done: int, width: int) -> None:
         )
 
 
-def write_shards(folder, parts, plan, shards, total, args) -> None:
+def write_shards(
+    folder: Path, parts: Parts, plan: dict, shards: list[dict], total: int, args: argparse.Namespace
+) -> None:
     """Appends to `shards` and to the folder until the documents or the tokens asked for are there."""
 
     def wanted() -> int:
@@ -246,8 +228,9 @@ def write_shards(folder, parts, plan, shards, total, args) -> None:
     waiting, size, goal = [], 0, wanted()
     start = tuple(shards[-1]["next"]) if shards else (0, 0)
     done = sum(s["tokens"] for s in shards)
+    texts = placed(parts, start) if goal > 0 else iter(())
     bar = tqdm(total=total, initial=done, unit="token", unit_scale=True, disable=None, leave=False)
-    with bar, tokenized(placed(parts, start) if goal > 0 else iter(()), args) as stream:
+    with bar, tokenized_in_order(texts, args) as stream:
         for document, n_bytes, place in stream:
             waiting.append((document, n_bytes))
             size += document.size
@@ -286,7 +269,7 @@ def placed(parts: Parts, start: tuple[int, int]) -> Iterator[tuple[str, tuple[in
 
 
 @contextmanager
-def tokenized(texts: Iterator, args: argparse.Namespace) -> Iterator[Iterator]:
+def tokenized_in_order(texts: Iterator, args: argparse.Namespace) -> Iterator[Iterator]:
     """Each document's tokens, its bytes of text and the place after it, in order, from processes."""
     pool, running = ProcessPoolExecutor(args.workers, initializer=begin_worker), deque()
     pool.submit(int)  # so the processes are there before reading starts threads

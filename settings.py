@@ -3,6 +3,7 @@
 A setting is a field of ModelConfig (modelconfig.py) or of TrainConfig (below); its default, type and
 line of help stand there. Later sources win: preset, config file, command line. A config file holds
 plain assignments of literals. Unknown keys and wrong types are refused with the nearest known key.
+At the end stand the streams and signals of a command.
 """
 
 import ast
@@ -55,7 +56,7 @@ class TrainConfig:
     compile: str = setting("auto", "torch.compile: yes, no; auto: on a GPU, if one graph will do")
     activation_checkpointing: bool = setting(False, "keep less and compute layers again, to save memory")
     wandb: str = setting("", "project of Weights & Biases to report to as well")
-    peak_flops: float = setting(0.0, "FLOP/s of the device for MFU; 0: looked up for known GPUs")
+    peak_flops: float = setting(0.0, "FLOP/s of one device, for MFU; 0: looked up for known GPUs")
 
     def __post_init__(self):
         for name, options in (
@@ -100,8 +101,6 @@ ALL_BUDGETS = (*BUDGETS, "budgets")
 SPLIT = ("batch_size", "global_batch_size", "gradient_accumulation_steps")
 MOST_PASSES = 2**16
 FIELDS = {f.name: f for cls in (TrainConfig, ModelConfig) for f in fields(cls)}
-
-
 # What Python's parser raises: the last two for nesting thousands deep.
 UNREADABLE = (ValueError, SyntaxError, MemoryError, RecursionError)
 

@@ -71,11 +71,11 @@ def test_the_plateau_is_what_all_budgets_share(cooldown, warmup_iters):
 
 
 @pytest.mark.parametrize("more", [
-    {"routing": "expert"}, {"routing": "token", "balancing": "loss_free", "warmup_iters": 4},
+    {"routing": "token", "balancing": "loss_free", "warmup_iters": 4},
     {"router_type": "random", "sampling": "none", "capacity_warmup": 15},
-], ids=["expert", "token", "random"])  # fmt: skip
+], ids=["token", "expert"])  # fmt: skip
 def test_each_budget_ends_as_a_run_of_its_own(more, dataset, tmp_path, capsys):  # noqa: F811
-    all_steps = (6, 11, 30)
+    all_steps = (6, 11, 20)
     assert train.main(branched(dataset, tmp_path / "all", *all_steps, eval_interval=4, **more)) == 0
     out = capsys.readouterr().out
     given = {"warmup_iters": 1, "eval_interval": 4, **more}  # 1 is 5% of 6 steps, at least 1
@@ -84,12 +84,14 @@ def test_each_budget_ends_as_a_run_of_its_own(more, dataset, tmp_path, capsys): 
         assert_same_run(branch, alone(dataset, tmp_path / str(steps), steps, **given))
         assert f"to {branch / 'checkpoint.pt'}" in out
         assert checkpoint.load(branch / "plateau.pt")["step"] == int(steps * 0.8)
-    assert checkpoint.load(tmp_path / "all" / "checkpoint.pt")["step"] == 24
-    # What is done stays done, and a larger budget prolongs the plateau.
+    assert checkpoint.load(tmp_path / "all" / "checkpoint.pt")["step"] == 16
+    # What is done stays done, and larger budgets prolong the plateau; one of them leaves it at its end.
     again = [f"--out_dir={tmp_path / 'all'}", "--resume"]
     assert train.main(again) == 0 and "all budgets" in capsys.readouterr().out
-    assert train.main([*again, f"--budgets={budgets(6, 40)}"]) == 0
-    assert_same_run(folder(tmp_path / "all", 40), alone(dataset, tmp_path / "40", 40, **given))
+    assert train.main([*again, f"--budgets={budgets(6, 21, 25)}"]) == 0
+    for steps in (21, 25):
+        one = alone(dataset, tmp_path / str(steps), steps, **given)
+        assert_same_run(folder(tmp_path / "all", steps), one)
 
 
 def test_a_stop_in_a_cool_down_goes_on_there(dataset, tmp_path, monkeypatch):  # noqa: F811

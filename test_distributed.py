@@ -1,5 +1,6 @@
 """Two processes on one CPU train what one trains; when one fails, all end, with its reason."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import torch
 
 import checkpoint
 import train
-from flops import paper_flops
+from flops import paper_flops, train_step_flops
 from settings import build
 from test_train import ROOT, TINY_MODEL, arguments, dataset, losses, wait_for, weights  # noqa: F401
 
@@ -51,29 +52,36 @@ def assert_close(a: Path, b: Path) -> None:
 
 
 slow = pytest.mark.slow
+QUICK = ("token_loss_free", "ddp"), ("expert", "fsdp")
 
 
 @pytest.mark.parametrize("kind, parallel", [
-    ("expert", "ddp"), ("token_loss_free", "ddp"), ("expert", "fsdp"),
-    *(pytest.param(kind, parallel, marks=slow) for kind, parallel in (
-        ("random_warm_up", "ddp"), ("random_warm_up", "fsdp"), ("token_loss_free", "fsdp"),
-        ("vanilla", "ddp"), ("vanilla", "fsdp"), ("shared", "ddp"), ("shared", "fsdp"))),
+    pytest.param(kind, parallel, marks=() if (kind, parallel) in QUICK else slow)
+    for kind in KINDS for parallel in ("ddp", "fsdp")
 ])  # fmt: skip
 def test_two_processes_train_what_one_trains(kind, parallel, dataset, tmp_path):  # noqa: F811
-    more = dict(max_iters=STEPS, global_batch_size=8, eval_interval=3, eval_iters=3, **KINDS[kind])
+    more = dict(max_iters=STEPS, global_batch_size=8, eval_interval=3, eval_iters=3, peak_flops=1e9)
+    more |= KINDS[kind]
     assert train.main(arguments(dataset, tmp_path / "one", **more)) == 0
     out, _ = torchrun(arguments(dataset, tmp_path / "two", parallel=parallel, **more))
     assert out.count(" steps of 256 tokens on cpu") == 1  # rank 0 alone speaks
     assert_close(tmp_path / "one", tmp_path / "two")
     state = checkpoint.load(tmp_path / "two" / "checkpoint.pt")
     assert state["settings"]["batch_size"] == 2 and state["settings"]["global_batch_size"] == 8
+    flops = train_step_flops(build(TINY_MODEL | KINDS[kind])[0], 1)
+    for out_dir, n_device in (("one", 1), ("two", 2)):  # a share of what all devices could do
+        line = json.loads((tmp_path / out_dir / "metrics.jsonl").read_text().splitlines()[0])
+        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * flops / (n_device * 1e9))
 
 
-@pytest.mark.parametrize("first, parallel", [
-    (2, "ddp"), *(pytest.param(*case, marks=slow) for case in ((1, "fsdp"), (1, "ddp"), (2, "fsdp"))),
+@pytest.mark.parametrize("first, parallel, kind", [
+    (2, "ddp", "expert"), *(pytest.param(*case, "token_loss_free", marks=slow) for case in (
+        (1, "fsdp"), (1, "ddp"), (2, "fsdp"), (2, "ddp"))),
 ])  # fmt: skip
-def test_a_run_goes_on_with_another_number_of_processes(first, parallel, dataset, tmp_path):  # noqa: F811
-    more = dict(global_batch_size=4, parallel=parallel, cooldown=0, **KINDS["token_loss_free"])
+def test_a_run_goes_on_with_another_number_of_processes(
+    first, parallel, kind, dataset, tmp_path  # noqa: F811
+):  # fmt: skip
+    more = dict(global_batch_size=4, parallel=parallel, cooldown=0, **KINDS[kind])
     assert train.main(arguments(dataset, tmp_path / "one", max_iters=STEPS, **more)) == 0
     halves = tmp_path / "halves"
     # Without a cool-down, all steps but the last are the same whatever the budget.

@@ -186,12 +186,12 @@ def test_whole_tokens():
 
 
 def test_run_steps():
-    """Two sequences of 256, three passes a step: 1536 tokens."""
-    config, passes = ModelConfig(), dict(gradient_accumulation_steps=3, max_iters=0)
-    assert run_steps(config, TrainConfig(max_iters=7), 2) == 7
-    assert run_steps(config, TrainConfig(**passes, max_tokens=15_000), 2) == 10
+    """Six sequences of 256 a step: 1536 tokens."""
+    config, batch = ModelConfig(), dict(global_batch_size=6, max_iters=0)
+    assert run_steps(config, TrainConfig(max_iters=7)) == 7
+    assert run_steps(config, TrainConfig(**batch, max_tokens=15_000)) == 10
     budget = 9.6 * 1536 * paper_flops(config)
-    assert run_steps(config, TrainConfig(**passes, max_flops=budget), 2) == 10
+    assert run_steps(config, TrainConfig(**batch, max_flops=budget)) == 10
     with pytest.raises(ValueError, match="finite"):
         budget_steps(config, float("inf"), 1)
 

@@ -396,12 +396,19 @@ def test_folders_of_other_datasets_are_refused(source, tmp_path):
 
 def test_second_run_at_once_is_refused(source, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr(prepare.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(prepare, "PATIENCE", 0.2)
     with (
-        prepare.locked(tmp_path / "out"),
-        pytest.raises(SystemExit, match="being written by another run"),
+        prepare.locked(tmp_path / "out", "--out"),
+        pytest.raises(SystemExit, match="another run is writing to .*give another --out"),
     ):
         run(command(source, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "0.5", "inf", "nan", "many"])
+def test_counts_are_numbers_from_one_up(number, capsys):
+    with pytest.raises(SystemExit):
+        run(["x", f"--max_tokens={number}"])
+    assert f"max_tokens: '{number}' is not a number from 1 up" in capsys.readouterr().err
 
 
 def die(name, batch):

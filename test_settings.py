@@ -282,8 +282,7 @@ def test_a_second_config_file_is_refused(tmp_path, first):
 @pytest.mark.parametrize("key, bad, good", [
     ("schedule", "cos", "cosine"), ("schedule", "trapeze", "trapezoid"),
     ("attention", "tritn", "triton"), ("dtype", "float16", "bfloat16"), ("dtype", "bf16", "bfloat16"),
-    ("compile", "y", "yes"),
-    ("compile", "n", "no"),
+    ("compile", "y", "yes"), ("compile", "n", "no"),
 ])  # fmt: skip
 def test_unknown_choices_of_training_name_the_nearest(key, bad, good):
     message = refusal(TrainConfig, **{key: bad})
@@ -328,11 +327,8 @@ def test_a_step_splits_evenly_or_is_refused(size, whole, passes, n_process, most
         return
     n, per_pass = split.gradient_accumulation_steps, split.batch_size
     assert split.global_batch_size == n * per_pass * n_process
-    assert (split.global_batch_size, per_pass, n) == (
-        whole or n * per_pass * n_process,
-        size or per_pass,
-        passes or n,
-    )
+    asked = (whole or split.global_batch_size, size or per_pass, passes or n)
+    assert (split.global_batch_size, per_pass, n) == asked
     assert size or passes or per_pass <= most
     assert split_batch(split, most, n_process) == split
 
@@ -380,10 +376,8 @@ def test_config_files_are_the_published_runs(run, size):
     assert model.block_size == 2048 and train.out_dir.startswith("out-" + kind)
     assert train.warmup_iters == round(0.05 * budget_steps(model, 2e18, 1024 * 2048))
     if size == "360m":
-        assert abs(run_steps(model, train, 8) - LENGTHS[run]) <= 1
-        assert run not in ("vanilla", "mor_expert_r3") or train.warmup_iters == (
-            57 if run == "vanilla" else 86
-        )
+        assert abs(run_steps(model, train) - LENGTHS[run]) <= 1
+        assert train.warmup_iters == {"vanilla": 57, "mor_expert_r3": 86}.get(run, train.warmup_iters)
 
 
 def test_no_steps_at_all_are_refused():
@@ -434,7 +428,7 @@ def accepted(**given_settings) -> bool:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_preset_is_the_published_base_raised_to_the_next_valid_depth(size, kind):
-    d, ffn, heads, kv_heads, base = {
+    *widths, base = {
         "135m": (576, 1536, 9, 3, 30), "360m": (960, 2560, 15, 5, 32), "730m": (1536, 4096, 24, 8, 26),
         "1.7b": (2048, 8192, 32, 32, 24),
     }[size]  # fmt: skip
@@ -442,12 +436,7 @@ def test_every_preset_is_the_published_base_raised_to_the_next_valid_depth(size,
     for n_recursion in (1,) if kind == "vanilla" else (1, 2, 3, 4, 5, 7):
         given_settings = preset(f"{kind}-{size}", n_recursion=n_recursion)
         config = ModelConfig(**given_settings)
-        assert (config.n_embd, config.n_ffn, config.n_head, config.n_kv_head) == (
-            d,
-            ffn,
-            heads,
-            kv_heads,
-        )
+        assert [config.n_embd, config.n_ffn, config.n_head, config.n_kv_head] == widths
         assert (config.vocab_size, config.block_size, config.rope_theta) == (49152, 2048, 10000)
         assert config.init_std == (1 / 24 if size == "135m" else 0.02)
         assert config.routing == ("expert" if kind == "mor" else "none")
@@ -458,11 +447,9 @@ def test_every_preset_is_the_published_base_raised_to_the_next_valid_depth(size,
 
 def test_an_unknown_preset_is_told_the_nearest():
     for typo, near in (
-        ("mor-360", "mor-360m"),
-        ("mor_135m", "mor-135m"),
-        ("vanila-730m", "vanilla-730m"),
+        ("mor-360", "mor-360m"), ("mor_135m", "mor-135m"), ("vanila-730m", "vanilla-730m"),
         ("recursive-1.7B", "recursive-1.7b"),
-    ):
+    ):  # fmt: skip
         message = refusal(preset, typo)
         assert f"nearest is {near!r}" in message
         assert refusal(build, {"preset": typo}) == message
@@ -550,6 +537,9 @@ REFUSED = [
     (dict(routing="token", capacity=(1, 0.5, 0.2)), "set routing='expert'", dict(routing="expert")),
     (dict(routing="none", capacity_warmup=5), "leave it out", dict(capacity_warmup=0)),
     *((dict([(k, float("nan"))]), f"{k}=nan", None) for k in ("alpha", "init_std", "norm_eps")),
+    *((dict([(k, INFINITY)]), f"{k}=inf", None) for k in ("alpha", "router_temperature")),
+    *((dict([(k, -1)]), f"{k}=-1", None) for k in (
+        "capacity_warmup", "balance_rate", "aux_coeff", "balance_coeff", "z_coeff")),
 ]  # fmt: skip
 
 
@@ -560,19 +550,6 @@ def test_refusals_name_a_choice_that_is_valid(wrong, says, fix):
     assert any(key in message for key in wrong)  # the sentence is about what was given
     if fix is not None:
         ModelConfig(**wrong | fix)
-
-
-@pytest.mark.parametrize("wrong", [
-    dict(capacity_warmup=-5),
-    dict(balance_rate=-0.1, routing="token"),
-    dict(aux_coeff=-1.0),
-    dict(balance_coeff=-1.0, routing="token"),
-    dict(z_coeff=-1.0),
-    dict(alpha=INFINITY),
-    dict(router_temperature=INFINITY),
-])  # fmt: skip
-def test_absurd_model_settings_are_refused(wrong):
-    assert next(iter(wrong)) in refusal(ModelConfig, **wrong)
 
 
 @pytest.mark.parametrize("key", CHOICES)

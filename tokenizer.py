@@ -75,11 +75,6 @@ def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
     return sizes
 
 
-def padded_vocab(n_vocab: int) -> int:
-    """The next multiple of 64, which suits a GPU's matrices: 50,304 for gpt2, 49,152 for smollm."""
-    return -(-n_vocab // 64) * 64
-
-
 # ---- tokenizer.json --------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 import checkpoint
 import distributed
 import router as routing
-from branches import Branch, check, learning_rate, plan, warmup_iters
+from branches import Branch, check_resumed, learning_rate, plan, warmup_iters
 from dataset import Windows, document_cu_seqlens, open_dataset
 from distributed import RANK, WORLD
 from engine import Engine, out_of_memory, pick_device
@@ -32,7 +32,8 @@ from modelconfig import ModelConfig
 from sampling import SamplingParams
 from settings import TrainConfig, build, help_text, lasting_output, parse, split_batch, stop_on_signals
 from text import pieces
-from tokenizer import get_encoding, token_bytes
+from tokenizer import get_encoding
+from validation import batches_of, mean_figures, rules, validate
 
 # ---- setting up --------------------------------------------------------------------------------------
 
@@ -92,12 +93,12 @@ def set_up(given: dict, state: dict | None) -> Run:
     if on_gpu and not t.batch_size and ("batch_size" in given or t.global_batch_size):
         most = min(distributed.gather([fitting_batch(model, autocast)]))
     t = split_batch(t, most, WORLD)
-    t = replace(t, max_iters=run_steps(config, t, t.batch_size))
+    t = replace(t, max_iters=run_steps(config, t))
     branches, start, end = plan(config, t), state["step"] if state else 0, t.max_iters
     if branches:
         end = branches[-1].start
         t = t if "warmup_iters" in given else replace(t, warmup_iters=warmup_iters(branches))
-        check(branches, state, t.out_dir)
+        check_resumed(branches, state, t.out_dir)
     if start >= t.max_iters or start > end:
         raise ValueError(
             f"{t.out_dir} is at step {start} of {end}; go on with a larger --max_iters or budget."
@@ -151,21 +152,15 @@ def compiles(config: ModelConfig, t: TrainConfig, on_gpu: bool) -> bool:
 
 
 def peak_flops(t: TrainConfig, device: str) -> float:
-    """FLOP/s that MFU is measured against; 0 where it is not known."""
-    if t.peak_flops or not device.startswith("cuda"):
-        return t.peak_flops
-    name = torch.cuda.get_device_name(device)
-    return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), 0.0)
+    """FLOP/s of all devices together, which MFU is a share of; 0 where it is not known."""
+    of_one = t.peak_flops
+    if not of_one and device.startswith("cuda"):
+        name = torch.cuda.get_device_name(device)
+        of_one = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), 0.0)
+    return WORLD * of_one
 
 
 # ---- steps -------------------------------------------------------------------------------------------
-
-
-def documents(run: Run, ids: Tensor) -> Tensor | None:
-    """cu_seqlens of the documents in ids (B, T), where tokens attend within their own alone."""
-    if run.t.within_documents:
-        return document_cu_seqlens(ids, run.encoding.eot_token).to(run.device)
-    return None
 
 
 def update(run: Run, step: int) -> tuple[Tensor, list[dict]]:
@@ -179,9 +174,12 @@ def update(run: Run, step: int) -> tuple[Tensor, list[dict]]:
         if config.capacity_warmup:
             model.warm_up_capacity(number)
         x, y = run.rows.rows(number * t.batch_size, t.batch_size)
+        bounds = None
+        if t.within_documents:
+            bounds = document_cu_seqlens(x, run.encoding.eot_token).to(run.device)
         distributed.average_gradients(run.module, n == n_passes - 1)
         with run.autocast:
-            loss, figures = run.module(x.to(run.device), y.to(run.device), documents=documents(run, x))
+            loss, figures = run.module(x.to(run.device), y.to(run.device), documents=bounds)
         (loss / n_passes).backward()
         passes.append({"total_loss": loss.detach(), **figures})
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
@@ -205,53 +203,15 @@ def update(run: Run, step: int) -> tuple[Tensor, list[dict]]:
     return norm, passes
 
 
-def of_all_processes(passes: list[dict]) -> list[dict]:
-    """The passes of every process, on the CPU."""
-    return distributed.gather([{name: x.cpu() for name, x in p.items()} for p in passes])
-
-
-def mean_figures(passes: list[dict]) -> dict:
-    """Figures of several passes as plain numbers and lists; `loss` is the cross entropy alone.
-
-    Means over the passes, except for the choice counts, which are summed, and the load and MaxVio that
-    follow from the sums: batches that are uneven in opposite ways are even together.
-    """
-    out = {name: torch.stack([p[name] for p in passes]).float().mean(0) for name in passes[0]}
-    if "counts" in out:
-        counts = sum(p["counts"] for p in passes)
-        load = counts / counts.sum()
-        out |= {"counts": counts, "load": load, "max_vio": load.max() / load.mean() - 1}
-    out["loss"] = out.pop("lm_loss")
-    return {name: value.tolist() for name, value in out.items()}
-
-
-@torch.no_grad()
 def evaluate(run: Run) -> dict[str, dict]:
-    """Validation loss in nats per token and bits per byte, and routing figures, under each rule.
-
-    Expert-choice has two: "top-k" as trained, which looks ahead, and "causal" as generated. For all
-    other models they are one and the same.
-    """
-    t, model, device = run.t, run.model, run.device
+    """Figures of the validation split under each rule."""
+    t, model = run.t, run.model
     model.eval()
-    x, y = run.val.in_order(t.eval_iters * t.batch_size)
-    batches = list(zip(x.split(t.batch_size), y.split(t.batch_size)))
-    n_bytes = int(token_bytes(run.encoding)[y.numpy()].sum())
-    results = {}
-    for rule in ("top-k", "causal") if model.config.routing == "expert" else ("causal",):
-        passes = []
-        # Each process makes as many passes: a sharded model's weights come from all of them.
-        for first in range(0, len(batches), WORLD):
-            number = first + RANK
-            xs, ys = batches[min(number, len(batches) - 1)]
-            with run.autocast:
-                _, figures = model(xs.to(device), ys.to(device), rule, documents=documents(run, xs))
-            passes += [figures | {"tokens": torch.tensor(ys.numel())}] if number < len(batches) else []
-        passes = of_all_processes(passes)
-        nats = sum(p["lm_loss"].item() * p.pop("tokens").item() for p in passes)
-        results[rule] = mean_figures(passes) | {
-            "loss": nats / y.numel(),
-            "bits_per_byte": nats / math.log(2) / max(1, n_bytes),
+    batches = batches_of(run.val, t.batch_size, t.eval_iters)
+    with run.autocast:
+        results = {
+            rule: validate(model, batches, run.encoding, rule, within_documents=t.within_documents)
+            for rule in rules(model.config)
         }
     model.train()
     return results
@@ -276,6 +236,11 @@ def save(run: Run, step: int, path: Path) -> None:
     )
 
 
+def save_plateau(run: Run, branch: Branch) -> None:
+    branch.folder.mkdir(exist_ok=True)
+    save(run, branch.start, branch.plateau)
+
+
 # ---- the run -----------------------------------------------------------------------------------------
 
 
@@ -285,6 +250,9 @@ def train(run: Run) -> int:
     Logs to metrics.jsonl; returns the number of steps done.
     """
     t, config, done = run.t, run.model.config, run.start
+    for branch in run.branches:  # a budget that was added may leave just here
+        if done == branch.start and distributed.any_of(not branch.plateau.exists()):
+            save_plateau(run, branch)
     if done == run.end:
         return done
     tokens_per_step = t.global_batch_size * config.block_size
@@ -317,7 +285,7 @@ def train(run: Run) -> int:
                 line = {"step": done, "lr": learning_rate(t, step)}
                 line |= {"tokens_per_s": rate * tokens_per_step}
                 line |= {"mfu": rate * step_flops / peak} if peak else {}
-                line |= {"grad_norm": norm.item(), **mean_figures(of_all_processes(passes))}
+                line |= {"grad_norm": norm.item(), **mean_figures(passes)}
                 log.add(line)
                 shown = {"loss": f"{line['loss']:.3f}", "lr": f"{line['lr']:.1e}"}
                 shown |= {"tok/s": f"{line['tokens_per_s']:.0f}"}
@@ -332,8 +300,7 @@ def train(run: Run) -> int:
                 evaluating, clock = evaluating + paused, clock + paused
             for branch in run.branches:
                 if done == branch.start:
-                    branch.folder.mkdir(exist_ok=True)
-                    save(run, done, branch.plateau)
+                    save_plateau(run, branch)
             if done % t.eval_interval == 0 or ends:
                 try:
                     log.flush()
@@ -358,8 +325,7 @@ def train(run: Run) -> int:
 
 
 def sample_text(model: MoR, encoding: Encoding) -> str:
-    """What the model makes of a function's beginning."""
-    model.eval()
+    """What a model in eval mode makes of a function's beginning."""
     prompt = encoding.encode_ordinary("def ")[: model.config.block_size]
     engine = Engine(model, max_batch=1, encoding=encoding)
     engine.submit(prompt, SamplingParams(max_new_tokens=300, temperature=0.6))
