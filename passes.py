@@ -116,6 +116,7 @@ def compiled(function: Callable) -> Callable:
     PyTorch packs the weights of a linear layer in every call, which for a few rows takes longest;
     `freezing` makes constants of them, and the C++ template reads them as fast as memory gives.
     """
+    torch._dynamo.config.recompile_limit = 64  # one for every number of rows of every engine
     options = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
     fast = torch.compile(function, dynamic=False, options=options)
 

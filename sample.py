@@ -30,7 +30,6 @@ from modelconfig import MOST
 from sampling import SamplingParams
 from settings import open_streams, silence
 from text import pieces
-from tokenizer import get_encoding
 
 # ---- depths in the terminal and on a page --------------------------------------------------------
 
@@ -182,17 +181,6 @@ def require_writable(path: Path, inputs: list[Path]) -> None:
         raise ValueError(f"html={path} cannot be written: {problem}.")
 
 
-def load(path: Path, args: argparse.Namespace) -> tuple[MoR, tiktoken.Encoding]:
-    device, state = pick_device(args.device), checkpoint.load(path)
-    model, encoding = checkpoint.load_model(state, device), get_encoding(state["encoding"])
-    n_vocab, known = encoding.n_vocab, model.config.vocab_size
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise ValueError(f"{path} holds weights that are not finite: its training diverged.")
-    if known < n_vocab:
-        raise ValueError(f"{path} knows {known} of the {n_vocab} tokens in its encoding.")
-    return model, encoding
-
-
 # ---- generation ----------------------------------------------------------------------------------
 
 
@@ -324,7 +312,7 @@ def compare(args: argparse.Namespace, text: str) -> int:
     width = max(20, (shutil.get_terminal_size((100, 24)).columns - 3) // 2)
     columns = []
     for path in args.compare:
-        model, encoding = load(path, args)
+        _, model, encoding = checkpoint.load_trained(path, pick_device(args.device))
         run = Run(args, model, encoding, text)
         collections.deque(run.arriving(), maxlen=0)
         sample, n_recursion = list(run.pieces(run.events[0])), model.config.n_recursion
@@ -355,7 +343,7 @@ def main(argv: list[str] | None = None) -> int:
             require_writable(args.html, inputs)
         if args.compare:
             return compare(args, read_prompt(args))
-        model, encoding = load(args.checkpoint, args)
+        _, model, encoding = checkpoint.load_trained(args.checkpoint, pick_device(args.device))
         if args.interactive:
             return converse(args, model, encoding)
         return print_samples(args, model, encoding, read_prompt(args))
