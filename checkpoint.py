@@ -20,7 +20,7 @@ import distributed
 from dataset import whole_file
 from model import MoR
 from modelconfig import ModelConfig
-from settings import build, convert, merge
+from settings import ALL_BUDGETS, build, convert, merge
 
 try:
     import fcntl
@@ -140,6 +140,11 @@ def resume(given: dict, folder: Path) -> tuple[dict, dict | None]:
             raise ValueError(f"{log} exists already; move it away, or give another --out_dir.")
     if not given.get("resume") or (given.get("budgets") and not path.exists()):
         return given, None
+    if path.name == "plateau.pt" and not any(given.get(b) for b in ALL_BUDGETS):
+        raise ValueError(
+            f"{path} is where a budget leaves the plateau; resume {folder.parent}, "
+            "or give that budget as --max_flops."
+        )
     state = load(path, tuple(TYPES))
     if not given.get("batch_size"):  # 0 is "as the device likes", and that is settled
         given = {k: v for k, v in given.items() if k != "batch_size"}

@@ -340,6 +340,7 @@ def test_full_disk_says_so_and_goes_on_later(source, tmp_path):
         [sys.executable, script, *command(source, out)], preexec_fn=full, capture_output=True, text=True
     )
     assert done.returncode == 1 and "File too large" in one_sentence(done.stderr.strip())
+    assert str(out / "train_0000.bin") in done.stderr
     assert {path.name for path in out.iterdir()} == {"progress.json", "val_0000.bin"}
     run(command(source, out))
     assert contents(out) == contents(tmp_path / "whole")
