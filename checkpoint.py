@@ -131,6 +131,8 @@ def resume(given: dict, folder: Path) -> tuple[dict, dict | None]:
     distributed.any_of(False)  # what is about to be read is written
     if not path.exists() and (folder / "plateau.pt").exists():
         path = folder / "plateau.pt"
+    if not (target := Path(os.path.realpath(path)).parent).is_dir() and path.is_symlink():
+        raise ValueError(f"{path} is a link into {target}, which does not exist; make that folder.")
     if not given.get("resume"):
         if path.exists():
             raise ValueError(

@@ -426,6 +426,11 @@ def main(argv: list[str]) -> int:
                 problem = (
                     "there is too little memory; give a smaller --batch_size, --block_size or model."
                 )
+            elif type(error).__module__ in ("torch._inductor.exc", "torch._dynamo.exc"):
+                reason = str(error).split("\n")[0].rstrip(".")
+                problem = (
+                    f"torch.compile cannot be used here ({reason}); mend that, or set --compile=no."
+                )
             else:
                 raise
         except KeyboardInterrupt:
