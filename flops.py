@@ -229,7 +229,8 @@ def cost_lines(config: ModelConfig, train: TrainConfig):
     steps = run_steps(config, train, batch)
     spent = f"{short(steps * tokens)} tokens, {short(steps * tokens * paper)} FLOPs as the paper counts"
     yield "budget", f"{steps:,} steps, {spent}"
-    yield "tokens on disk", f"{short(2 * steps * tokens)}B, each read once"
+    width = 2 if config.vocab_size <= 2**16 else 4
+    yield "tokens on disk", f"{short(width * steps * tokens)}B, each read once"
     hours = steps * train_step_flops(config, tokens) / (8 * H100_FLOPS * ASSUMED_MFU) / 3600
     yield "time", f"{hours:.3g} hours on 8 H100, computed for an assumed MFU of {ASSUMED_MFU:.0%}"
     for mode in CHOICES["kv_mode"]:
