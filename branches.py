@@ -41,6 +41,9 @@ class Branch(NamedTuple):
     def plateau(self) -> Path:
         return self.folder / "plateau.pt"
 
+    def ready(self) -> bool:
+        return self.plateau.exists() or (self.folder / "checkpoint.pt").exists()
+
     def settings(self, given: dict) -> dict:
         """Those of a run of this budget alone, resumed from the plateau."""
         own = {"max_flops": self.budget, "out_dir": str(self.folder), "resume": True}
@@ -72,15 +75,21 @@ def warmup_iters(branches: list[Branch]) -> int:
 
 
 def check_resumed(branches: list[Branch], state: dict | None, out_dir: str) -> None:
-    """Refuses to resume what has passed a branch, or is no plateau."""
+    """Refuses to resume what has passed a branch, or is no plateau; and branches of another run."""
     if state is None:
+        for b in branches:
+            if (path := b.folder / "checkpoint.pt").exists():
+                raise ValueError(
+                    f"{path} is of a run whose own checkpoint is gone; move it away, "
+                    "or give another --out_dir."
+                )
         return
     if not state["settings"].get("budgets"):
         raise ValueError(
             f"{out_dir} was not begun with budgets; start anew with them in another --out_dir."
         )
     for b in branches:
-        if b.start < state["step"] and not (b.plateau.exists() or (b.folder / "checkpoint.pt").exists()):
+        if b.start < state["step"] and not b.ready():
             raise ValueError(
                 f"budgets: {b.budget:g} FLOPs cool down from step {b.start}, which {out_dir} has "
                 "passed; start anew in another --out_dir."

@@ -21,7 +21,7 @@ import distributed
 from dataset import locked, whole_file
 from model import MoR
 from modelconfig import ModelConfig
-from settings import build, convert, merge
+from settings import ALL_BUDGETS, build, convert, merge
 from tokenizer import get_encoding
 
 TYPES = {
@@ -141,6 +141,8 @@ def resume(given: dict, folder: Path) -> tuple[dict, dict | None]:
     distributed.any_of(False)  # what is about to be read is written
     if not path.exists() and (folder / "plateau.pt").exists():
         path = folder / "plateau.pt"
+    if not (target := Path(os.path.realpath(path)).parent).is_dir() and path.is_symlink():
+        raise ValueError(f"{path} is a link into {target}, which does not exist; make that folder.")
     if not given.get("resume"):
         if path.exists():
             raise ValueError(
@@ -150,6 +152,11 @@ def resume(given: dict, folder: Path) -> tuple[dict, dict | None]:
             raise ValueError(f"{log} exists already; move it away, or give another --out_dir.")
     if not given.get("resume") or (given.get("budgets") and not path.exists()):
         return given, None
+    if path.name == "plateau.pt" and not any(given.get(b) for b in ALL_BUDGETS):
+        raise ValueError(
+            f"{path} is where a budget leaves the plateau; resume {folder.parent}, "
+            "or give that budget as --max_flops."
+        )
     state = load(path, tuple(TYPES))
     if not given.get("batch_size"):  # 0 is "as the device likes", and that is settled
         given = {k: v for k, v in given.items() if k != "batch_size"}

@@ -76,6 +76,9 @@ def whole_file(path: Path, writer: str = "") -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk names none
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

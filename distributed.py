@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0)) if WORLD > 1 else 0  # a RANK by itself is someone else's
 
 
 @contextmanager
@@ -28,7 +29,13 @@ def processes() -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     # Small things go over gloo, so that no GPU waits for them.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    except ValueError as error:
+        raise ValueError(
+            f"WORLD_SIZE={WORLD} says that torchrun has started this, but it has not "
+            f"({str(error).split(': ')[-1]}); start it by torchrun, or unset WORLD_SIZE."
+        ) from None
     stdout = sys.stdout
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import re
 from collections.abc import Iterator
 from itertools import islice
@@ -25,7 +26,7 @@ def find_files(inputs: list[Path], besides: Path) -> tuple[list, dict, int]:
 
     Nothing below the folder `besides` is taken. ValueError if there is nothing to read.
     """
-    files, left_out = [], 0
+    files, left_out, taken = [], 0, set()
     for path in inputs:
         if not path.exists():
             raise ValueError(f"{path} does not exist; give files or folders of text.")
@@ -36,7 +37,15 @@ def find_files(inputs: list[Path], besides: Path) -> tuple[list, dict, int]:
             visible = [p for p in visible if besides.resolve() not in p.resolve().parents]
             found = [p for p in visible if is_text(p)]
             left_out += len(visible) - len(found)
-        files += [(path, file) for file in found]
+        elif not is_text(path):
+            raise ValueError(f"{path} is not UTF-8 text; convert it, as by iconv, or leave it out.")
+        for file in found:
+            if os.path.abspath(file) in taken:
+                raise ValueError(
+                    f"{file} is given twice; give each file once, or a folder that holds it."
+                )
+            taken.add(os.path.abspath(file))
+            files.append((path, file))
     if left_out:
         print(f"files left out, for they are not UTF-8 text: {left_out}")
     if not files:
@@ -47,7 +56,8 @@ def find_files(inputs: list[Path], besides: Path) -> tuple[list, dict, int]:
     for root, file in files:
         state = file.stat()
         name = file.relative_to(root).as_posix() if file != root else file.name
-        digest.update(f"{name}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
+        facts = f"{name}\0{state.st_size}\0{state.st_mtime_ns}\n"
+        digest.update(facts.encode(errors="surrogateescape"))  # a name need not be UTF-8
         text_bytes += state.st_size * EXPANSION.get(file.suffix, 1)
     source = {"inputs": f"{len(files)} files, {digest.hexdigest()[:16]}"}
     return [functools.partial(read_file, file) for _, file in files], source, int(text_bytes)
@@ -58,8 +68,10 @@ def is_text(path: Path) -> bool:
     if path.suffix == ".parquet":
         return True
     try:
-        with open_text(path) as file:
-            return not {"\0", "\ufffd"} & set(file.read(8192))
+        with open_text(path, "strict") as file:
+            return "\0" not in file.read(8192)
+    except UnicodeDecodeError:
+        return False
     except Exception:
         return True
 
@@ -87,9 +99,9 @@ def read_file(path: Path, skip: int) -> Iterator[str]:
         ) from error
 
 
-def open_text(path: Path):
+def open_text(path: Path, errors: str = "replace"):
     # newline="" keeps a text's own line ends.
-    options = {"encoding": "utf-8-sig", "errors": "replace", "newline": ""}
+    options = {"encoding": "utf-8-sig", "errors": errors, "newline": ""}
     if path.suffix == ".gz":
         return gzip.open(path, "rt", **options)
     if path.suffix == ".zst":
@@ -147,5 +159,8 @@ def read_parquet(path: Path, skip: int) -> Iterator[str]:
         groups = range(first, file.num_row_groups)
         for batch in file.iter_batches(256, groups, columns=["text"]) if groups else ():
             for text in batch.column(0).to_pylist()[skip:]:
+                if not isinstance(text, str | None):
+                    kind = file.schema_arrow.field("text").type
+                    raise ValueError(f'{path}, "text" holds {kind}, not strings; convert that column.')
                 yield text or ""
             skip = max(skip - len(batch), 0)

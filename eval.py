@@ -24,7 +24,7 @@ from engine import Engine, out_of_memory, pick_device
 from model import CHUNK_LOGITS, MoR
 from ragged import ragged_batch
 from sampling import SamplingParams
-from settings import TrainConfig, build, open_streams, silence
+from settings import MOST_PASSES, TrainConfig, build, open_streams, silence
 from text import pieces
 from tokenizer import token_bytes
 from validation import batches_of, rules, validate
@@ -216,10 +216,17 @@ def run_tasks(
     names = [name for task in args.tasks.split(",") for name in (PAPER if task == "paper" else [task])]
     rule = args.rule or "causal"
     adapter = type("Adapter", (Scorer, LM), {})(model, encoding, args.batch_size, rule, depth)
-    found = lm_eval.simple_evaluate(
-        adapter, tasks=names, num_fewshot=args.num_fewshot, limit=args.limit, log_samples=False,
-        task_manager=Tasks(include_path=args.include_path),
-    )  # fmt: skip
+    try:
+        found = lm_eval.simple_evaluate(
+            adapter, tasks=names, num_fewshot=args.num_fewshot, limit=args.limit, log_samples=False,
+            task_manager=Tasks(include_path=args.include_path),
+        )  # fmt: skip
+    except ValueError as error:
+        if "larger than population" not in str(error):  # what Python says of a draw of examples
+            raise
+        raise ValueError(
+            f"num_fewshot={args.num_fewshot} is more than a task has examples; give fewer."
+        ) from None
     print(f"{args.checkpoint}, step {state['step']}, rule {rule}, max depth {depth}")
     print(make_table(found) + ("\n" + make_table(found, "groups") if found.get("groups") else ""))
     if paper := paper_figures(found["results"]):
@@ -262,6 +269,8 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     for name, least in {"batch_size": 0, "eval_iters": 1, "limit": 1, "num_fewshot": 0}.items():
         if getattr(a, name) is not None and getattr(a, name) < least:
             raise ValueError(f"{name}={getattr(a, name)} must be at least {least}.")
+    if a.batch_size > MOST_PASSES:
+        raise ValueError(f"batch_size={a.batch_size} must be at most {MOST_PASSES}.")
     if not (a.max_depth.isdecimal() or a.max_depth == "all" and not a.tasks):
         raise ValueError(f"max_depth={a.max_depth} must be a number{', or all' * (not a.tasks)}.")
     if not Path(a.include_path or ".").is_dir():
@@ -269,6 +278,8 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     a.output = a.output or a.checkpoint.parent / "benchmarks.json"
     if a.tasks and (a.output.exists() or not a.output.parent.is_dir()):
         raise ValueError(f"{a.output} exists, or its folder does not; give another --output.")
+    if a.tasks and not os.access(a.output.parent, os.W_OK):
+        raise ValueError(f"{a.output.parent} cannot be written to; give another --output.")
     return a
 
 
@@ -311,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         problem, status = "there is too little memory; give a smaller --batch_size.", 2
     except OSError as error:
-        problem, status = f"the output cannot be written: {error.strerror}.", 1
+        problem, status = f"{error.filename or 'the output'} cannot be used: {error.strerror}.", 1
     print(f"error: {problem}", file=sys.stderr)
     return status
 

@@ -37,17 +37,19 @@ Parts = list[Callable[[int], Iterator[str]]]
 BYTES_PER_TOKEN = 4  # a low guess for English in a vocabulary of 50,000
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 2**19, 256
 PATIENCE = 5  # seconds that the workers of a killed run may take to end
+# What a kill leaves unfinished; other files of such an end may be the user's.
+TEMPORARY = ("val_*.bin.*.tmp", "train_*.bin.*.tmp", "meta.json.tmp", "progress.json.tmp")
 
 
 def count(text: str) -> int:
     """A positive number, as 100000000 or 1e8."""
     try:
-        number = int(float(text))
-    except (ValueError, OverflowError):
+        number = float(text)
+    except ValueError:
         number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
-    return number
+    if not 1 <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up, as 100000000 or 1e8")
+    return int(number)
 
 
 # What documents.py reads.
@@ -109,7 +111,7 @@ def prepare(folder: Path, parts: Parts, source: dict, text_bytes: int, args: arg
     with locked(folder, "--out", PATIENCE):
         shards, complete = finished_shards(folder, plan)
         if not complete:
-            for left_behind in folder.glob("*.tmp"):
+            for left_behind in (path for name in TEMPORARY for path in folder.glob(name)):
                 left_behind.unlink()
             total = text_bytes // (1 if args.encoding == "bytes" else BYTES_PER_TOKEN)
             if args.max_tokens:

@@ -1,6 +1,8 @@
 """Cool-downs off one plateau: each as a run of its budget alone, whatever stops it in between."""
 
+import errno
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -168,3 +170,46 @@ def test_settings_of_a_branch_are_those_of_its_budget_alone(dataset, tmp_path): 
     assert "budgets" not in given and torch.is_tensor(
         checkpoint.load(folder(tmp_path, 10) / "plateau.pt")["model"]["model.norm.weight"]
     )
+
+
+def test_a_branch_whose_folder_is_gone_begins_anew_at_the_end_of_the_plateau(dataset, tmp_path):  # noqa: F811
+    argv = branched(dataset, tmp_path / "all", 6, 12)
+    assert train.main(argv) == 0
+    shutil.rmtree(folder(tmp_path / "all", 12))
+    assert train.main([f"--out_dir={tmp_path / 'all'}", "--resume"]) == 0
+    assert_same_run(folder(tmp_path / "all", 12), alone(dataset, tmp_path / "12", 12, warmup_iters=1))
+
+
+def test_a_branch_is_of_one_run_and_of_its_plateau(dataset, tmp_path, capsys):  # noqa: F811
+    argv = branched(dataset, tmp_path, 6, 12)
+    assert train.main(argv) == 0
+    branch = folder(tmp_path, 12)
+    (branch / "checkpoint.pt").unlink()
+    assert train.main([f"--out_dir={branch}", "--resume"]) == 2
+    assert f"resume {tmp_path}, or give that budget" in one_sentence(capsys)
+    with checkpoint.sole_writer(branch):
+        assert train.main([f"--out_dir={tmp_path}", "--resume"]) == 2
+    assert f"another run is writing to {branch}" in one_sentence(capsys)
+    for name in ("checkpoint.pt", "metrics.jsonl"):
+        (tmp_path / name).unlink()
+    before = (folder(tmp_path, 6) / "plateau.pt").read_bytes()
+    assert train.main([*argv, "--seed=7"]) == 2
+    assert "whose own checkpoint is gone; move it away" in one_sentence(capsys)
+    assert (folder(tmp_path, 6) / "plateau.pt").read_bytes() == before
+
+
+def test_a_full_disk_where_a_budget_leaves_is_told(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
+    real = checkpoint.save
+
+    def full(path, *args, **state):
+        if path.name == "plateau.pt":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, *args, **state)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    argv = branched(dataset, tmp_path, 12, eval_interval=4)
+    assert train.main(argv) == 2
+    error = one_sentence(capsys)
+    assert "plateau.pt cannot be written: No space left" in error and "goes on from step 8" in error
+    monkeypatch.undo()
+    assert train.main([*argv, "--resume"]) == 0

@@ -451,3 +451,14 @@ def test_pystdlib_refuses_a_python_without_sources(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="holds 0 Python sources"):
         prepare.main()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["meta.json", "progress.json"])
+@pytest.mark.parametrize("content", ['{"encoding": "bytes", "plan": {}}', "no JSON", "7"])
+def test_pystdlib_leaves_other_datasets_alone(tmp_path, monkeypatch, name, content):
+    (tmp_path / name).write_text(content)
+    (tmp_path / "train_0000.bin").write_text("someone's")
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--out_dir", str(tmp_path)])
+    with pytest.raises(ValueError, match=f"{name} is of some other dataset; move it away"):
+        load_prepare().main()
+    assert (tmp_path / name).read_text() == content and len(list(tmp_path.iterdir())) == 2

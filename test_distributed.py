@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -113,6 +114,18 @@ def test_a_failing_process_ends_the_job_with_its_reason(dataset, tmp_path):  # n
     program.write_text(CULPRIT.format(root=str(ROOT)))
     _, errors = torchrun(arguments(dataset, tmp_path / "out", max_iters=10**6), 1, program)
     assert "the culprit is process 1." in errors
+
+
+def test_variables_that_are_not_torchruns_are_told_or_left_alone(monkeypatch):
+    program = str(ROOT / "distributed.py")
+    monkeypatch.setenv("RANK", "1")  # a rank that writes nothing
+    assert runpy.run_path(program)["RANK"] == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert runpy.run_path(program)["RANK"] == 1
+    monkeypatch.delenv("RANK")
+    refused = pytest.raises(ValueError, match="WORLD_SIZE=2 says .* or unset WORLD_SIZE.$")
+    with refused, runpy.run_path(program)["processes"]():
+        pass
 
 
 def test_what_all_processes_refuse_is_told_once(dataset, tmp_path):  # noqa: F811

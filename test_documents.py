@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -65,6 +66,10 @@ def test_parquet_is_read_from_any_row(tmp_path):
         assert read(tmp_path / "a.parquet", skip) == [row or "" for row in rows][skip:]
     parquet.write_table(arrow.table({"body": rows}), tmp_path / "b.parquet")
     (tmp_path / "c.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-50])
+    for name, kind, values in [("d", "int64", [1]), ("e", "binary", [b"b"]), ("f", "list", [["c"]])]:
+        parquet.write_table(arrow.table({"text": values}), tmp_path / f"{name}.parquet")
+        with pytest.raises(ValueError, match=f'{name}.parquet, "text" holds {kind}.*, not strings'):
+            read(tmp_path / f"{name}.parquet")
     for name, problem in [("b.parquet", "lacks .text"), ("c.parquet", "cannot be read")]:
         with pytest.raises(ValueError, match=problem) as refused:
             read(tmp_path / name)
@@ -108,15 +113,27 @@ def test_folders_give_their_text_in_order(tmp_path, capsys):
     for name, raw in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(raw)
-    parts, source, n_bytes = documents.find_files([tmp_path, tmp_path / "z.png"], tmp_path / "out")
-    assert [list(part(0)) for part in parts[:-1]] == [["a"], ["one"], ["two"]]
-    assert source["inputs"].startswith("4 files") and n_bytes == 9
+    parts, source, n_bytes = documents.find_files([tmp_path, tmp_path / ".git" / "x"], tmp_path / "out")
+    assert [list(part(0)) for part in parts] == [["a"], ["one"], ["two"], ["hidden"]]
+    assert source["inputs"].startswith("4 files") and n_bytes == 13
     assert capsys.readouterr().out == "files left out, for they are not UTF-8 text: 2\n"
     for inputs, problem in [
         ([tmp_path / "no"], "does not exist"),
         ([tmp_path / ".git" / "y"], "no text"),
+        ([tmp_path / "latin"], "latin is not UTF-8 text; convert it"),
+        ([tmp_path, tmp_path / "b" / ".." / "a.txt"], "a.txt is given twice; give each file once"),
     ]:
         (tmp_path / ".git" / "y").mkdir(exist_ok=True)
         with pytest.raises(ValueError, match=problem) as refused:
             documents.find_files(inputs, tmp_path / "out")
         one_sentence(str(refused.value))
+
+
+def test_folders_with_odd_names_and_replacement_characters_are_read(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("a name in Latin-1")
+    (tmp_path / "web.txt").write_text("a \ufffd that was there before")
+    parts, _, _ = documents.find_files([tmp_path], tmp_path / "out")
+    assert [list(part(0)) for part in parts] == [
+        ["a name in Latin-1"],
+        ["a \ufffd that was there before"],
+    ]

@@ -484,6 +484,7 @@ def test_a_task_of_the_harness_end_to_end(capsys, monkeypatch, tmp_path, trained
         ("--max_depth=deep", "max_depth=deep"),
         ("--max_depth=all --tasks=x", "must be a number."),
         ("--batch_size=-1", "batch_size=-1"),
+        ("--batch_size=99999999999999999999", "must be at most 65536"),
         ("--eval_iters=0", "eval_iters=0"),
         ("--eval_iters=1 --all", "not allowed with"),
         ("--limit=0 --tasks=x", "limit=0"),
@@ -536,6 +537,20 @@ def test_tasks_that_cannot_be_loaded_are_told(capsys, tmp_path, trained, harness
     assert err.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
+def test_too_many_examples_and_closed_folders_are_told(capsys, monkeypatch, tmp_path, trained, harness):
+    flags = [f"--checkpoint={trained / 'expert' / 'checkpoint.pt'}", f"--output={tmp_path / 'x.json'}"]
+    monkeypatch.setattr(
+        sys.modules["lm_eval"],
+        "simple_evaluate",
+        lambda *_, num_fewshot, **given: random.sample(range(3), num_fewshot),
+    )
+    assert main([*flags, "--tasks=t", "--num_fewshot=5"]) == 2
+    assert "num_fewshot=5 is more than a task has examples" in capsys.readouterr().err
+    monkeypatch.setattr("eval.os.access", lambda path, mode: False)
+    assert main([*flags, "--tasks=t"]) == 2
+    assert f"{tmp_path} cannot be written to; give another --output" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "error, status, says",
     [
@@ -544,7 +559,8 @@ def test_tasks_that_cannot_be_loaded_are_told(capsys, tmp_path, trained, harness
             2,
             "error: there is too little memory; give a smaller --batch_size.\n",
         ),
-        (OSError(28, "No space left"), 1, "error: the output cannot be written: No space left.\n"),
+        (OSError(28, "No space left"), 1, "error: the output cannot be used: No space left.\n"),
+        (OSError(13, "denied", "val.bin"), 1, "error: val.bin cannot be used: denied.\n"),
         (KeyboardInterrupt(), 130, "interrupted.\n"),
     ],
 )

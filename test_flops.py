@@ -17,7 +17,7 @@ from flops import budget_steps, cache_bytes, exact_flops, paper_flops, parameter
 from model import MoR
 from modelconfig import CHOICES, ModelConfig, preset
 from ragged import ragged_batch
-from settings import TrainConfig
+from settings import TrainConfig, build
 
 FLOPS = Path(__file__).parent / "flops.py"
 T = 24  # every share below is a whole number of tokens
@@ -301,6 +301,12 @@ def test_config_command_without_a_file():
     out = run("--sharing=none", "--n_recursion=1", "--routing=none", "--max_tokens=20480")
     assert "1.000x as the paper counts, 1.000x exact" in out
     assert "10 steps" in out and "on a CPU" in out
+
+
+def test_tokens_of_a_large_vocabulary_take_four_bytes():
+    for vocab_size, told in ((2**16, "4.096 MB"), (2**16 + 1, "8.192 MB")):
+        lines = dict(flops.cost_lines(*build({"vocab_size": vocab_size, "max_iters": 1000})))
+        assert lines["tokens on disk"].startswith(told)
 
 
 @pytest.mark.parametrize(

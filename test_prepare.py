@@ -183,6 +183,28 @@ def test_text_goes_to_a_folder_in_data(tmp_path, monkeypatch):
     assert decoded.count("<|endoftext|>") == 7
 
 
+def test_files_of_the_user_in_the_folder_stay(source, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("notes.tmp", "mine.bin.tmp", "train_0000.bin.ab12.tmp", "progress.json.tmp"):
+        (out / name).write_text("someone's, or left by a kill")
+    run(command(source, out))
+    assert {path.name for path in out.glob("*.tmp")} == {"notes.tmp", "mine.bin.tmp"}
+
+
+@pytest.mark.parametrize("number", ["inf", "nan", "0.5", "-1", "1e30", "many"])
+def test_counts_that_are_none_are_named(source, tmp_path, capsys, number):
+    with pytest.raises(SystemExit):
+        run([*command(source, tmp_path / "out"), f"--max_tokens={number}"])
+    assert f"--max_tokens: {number!r} is no number from 1 up" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["", ".", "../data"])
+def test_text_needs_a_name(source, out):
+    with pytest.raises(SystemExit, match="names no folder in data/; give the dataset a name"):
+        run([str(source), f"--out={out}"], TEXT)
+
+
 def test_all_for_validation_is_refused_and_leaves_nothing(source, tmp_path):
     with pytest.raises(SystemExit, match="none for training; give more text, or fewer --val_tokens"):
         run(command(source, tmp_path / "out", val_tokens="1e9"))
@@ -318,6 +340,7 @@ def test_full_disk_says_so_and_goes_on_later(source, tmp_path):
         [sys.executable, script, *command(source, out)], preexec_fn=full, capture_output=True, text=True
     )
     assert done.returncode == 1 and "File too large" in one_sentence(done.stderr.strip())
+    assert str(out / "train_0000.bin") in done.stderr
     assert {path.name for path in out.iterdir()} == {"progress.json", "val_0000.bin"}
     run(command(source, out))
     assert contents(out) == contents(tmp_path / "whole")

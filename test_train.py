@@ -527,6 +527,18 @@ def test_a_closed_terminal_stops_and_saves_except_under_nohup(ignored, dataset, 
     assert checkpoint.load(tmp_path / "checkpoint.pt")["step"] == (3 if ignored else 1)
 
 
+def test_a_machine_without_a_compiler_is_told(dataset, tmp_path, monkeypatch, capsys):
+    failure = type("InductorError", (RuntimeError,), {"__module__": "torch._inductor.exc"})
+
+    def compiling(run, step):
+        raise failure("No working C++ compiler found in cxx: ('g++',)\n\nSet TORCH_LOGS")
+
+    monkeypatch.setattr(train, "update", compiling)
+    assert train.main(arguments(dataset, tmp_path, max_iters=2)) == 2
+    error = one_sentence(capsys)
+    assert "No working C++ compiler found" in error and "or set --compile=no" in error
+
+
 def test_ctrl_c_before_the_steps_is_one_line(dataset, tmp_path, monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -577,6 +589,15 @@ def test_a_link_to_a_checkpoint_stays_one(dataset, tmp_path):
     (tmp_path / "checkpoint.pt").symlink_to(target.name)
     assert train.main([f"--out_dir={tmp_path}", "--resume", "--max_iters=3"]) == 0
     assert (tmp_path / "checkpoint.pt").is_symlink() and checkpoint.load(target)["step"] == 3
+
+
+def test_a_link_to_nowhere_is_told_before_the_steps(dataset, tmp_path, capsys):
+    (tmp_path / "checkpoint.pt").symlink_to(tmp_path / "unmounted" / "checkpoint.pt")
+    assert train.main(arguments(dataset, tmp_path, max_iters=2)) == 2
+    assert f"a link into {tmp_path / 'unmounted'}, which does not exist" in one_sentence(capsys)
+    assert not (tmp_path / "metrics.jsonl").exists()
+    (tmp_path / "unmounted").mkdir()
+    assert train.main(arguments(dataset, tmp_path, max_iters=2)) == 0
 
 
 def test_a_damaged_log_goes_on(dataset, tmp_path):

@@ -236,9 +236,18 @@ def save(run: Run, step: int, path: Path) -> None:
     )
 
 
-def save_plateau(run: Run, branch: Branch) -> None:
-    branch.folder.mkdir(exist_ok=True)
-    save(run, branch.start, branch.plateau)
+def save_plateau(run: Run, branch: Branch, saved: int) -> None:
+    """The checkpoint that a cool-down begins with; without it, its budget would be lost."""
+    try:
+        branch.folder.mkdir(exist_ok=True)
+        save(run, branch.start, branch.plateau)
+    except OSError as error:
+        raise ValueError(unwritten(branch.plateau, error, saved)) from None
+
+
+def unwritten(path: Path, error: OSError, saved: int) -> str:
+    then = f"--resume goes on from step {saved}" if saved else "nothing is saved yet"
+    return f"{path} cannot be written: {error.strerror}; free space; {then}."
 
 
 # ---- the run -----------------------------------------------------------------------------------------
@@ -250,9 +259,9 @@ def train(run: Run) -> int:
     Logs to metrics.jsonl; returns the number of steps done.
     """
     t, config, done = run.t, run.model.config, run.start
-    for branch in run.branches:  # a budget that was added may leave just here
-        if done == branch.start and distributed.any_of(not branch.plateau.exists()):
-            save_plateau(run, branch)
+    for branch in run.branches:  # a budget that was added may leave just here, or a folder be gone
+        if done == branch.start and distributed.any_of(not branch.ready()):
+            save_plateau(run, branch, done)
     if done == run.end:
         return done
     tokens_per_step = t.global_batch_size * config.block_size
@@ -300,7 +309,7 @@ def train(run: Run) -> int:
                 evaluating, clock = evaluating + paused, clock + paused
             for branch in run.branches:
                 if done == branch.start:
-                    save_plateau(run, branch)
+                    save_plateau(run, branch, saved)
             if done % t.eval_interval == 0 or ends:
                 try:
                     log.flush()
@@ -308,8 +317,7 @@ def train(run: Run) -> int:
                     saved = done
                 except OSError as error:
                     path = log.path if log.waiting else run.checkpoint
-                    then = f"--resume goes on from step {saved}" if saved else "nothing is saved yet"
-                    problem = f"{path} cannot be written: {error.strerror}; free space; {then}."
+                    problem = unwritten(path, error, saved)
                     if ends:
                         raise ValueError(problem) from None
                     news.append(f"warning: {problem}")
@@ -338,12 +346,13 @@ def run_in(folder: Path, given: dict) -> None:
     run = set_up(*checkpoint.resume(given, folder))
     done = train(run)
     for branch in run.branches if done == run.end else ():
-        branch.begin()
-        settings, state = checkpoint.resume(branch.settings(given), branch.folder)
-        if state["step"] < branch.steps:
-            run = set_up(settings, state)
-            if (done := train(run)) < run.end:
-                break
+        with checkpoint.sole_writer(branch.folder):
+            branch.begin()
+            settings, state = checkpoint.resume(branch.settings(given), branch.folder)
+            if state["step"] < branch.steps:
+                run = set_up(settings, state)
+                if (done := train(run)) < run.end:
+                    break
     if done < run.end:
         print(f"stopped and saved at step {done}; the same command with --resume goes on.")
     elif done == run.start:
@@ -382,6 +391,11 @@ def main(argv: list[str]) -> int:
             elif out_of_memory(error):
                 problem = (
                     "there is too little memory; give a smaller --batch_size, --block_size or model."
+                )
+            elif type(error).__module__ in ("torch._inductor.exc", "torch._dynamo.exc"):
+                reason = str(error).split("\n")[0].rstrip(".")
+                problem = (
+                    f"torch.compile cannot be used here ({reason}); mend that, or set --compile=no."
                 )
             else:
                 raise

@@ -7,6 +7,7 @@ stays on its side whatever else the library holds. Writes train_0000.bin, val_00
 
 import argparse
 import hashlib
+import json
 import platform
 import sys
 import sysconfig
@@ -41,12 +42,24 @@ def is_validation(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] < 13  # 13 of 256 are 5%
 
 
+def check_folder(folder: Path) -> None:
+    """Refuses a folder with another dataset in it, finished or not."""
+    found = [path for path in (folder / "progress.json", folder / "meta.json") if path.exists()]
+    try:
+        if not found or "python" in json.loads(found[0].read_text()):
+            return
+    except (ValueError, TypeError):  # no JSON, or another kind of it
+        pass
+    raise ValueError(f"{found[0]} is of some other dataset; move it away, or give another --out_dir.")
+
+
 def main() -> None:
     here = Path(__file__).resolve().parent
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out_dir", type=Path, default=here, help="where to write; none: this folder")
     out_dir, began = parser.parse_args().out_dir, time.time()
 
+    check_folder(out_dir)
     library = Path(sysconfig.get_path("stdlib"))
     names = sources(library)
     splits = {

@@ -19,6 +19,8 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="name of the dataset: a folder in data/")
     args = parser.parse_args()
     folder = ROOT / "data" / args.out
+    if folder.resolve() == ROOT / "data":
+        raise ValueError(f"--out={args.out} names no folder in data/; give the dataset a name.")
     prepare(folder, *find_files(args.inputs, folder), args)
 
 
