@@ -9,12 +9,14 @@ import argparse
 import difflib
 import statistics
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 import router as routing
+from bench_generate import bench_generate
 from bench_gpu import SECTIONS, bench_gpu
 from bench_kernels import bench_kernels
 from flops import exact_flops, parameters, short
@@ -149,6 +151,12 @@ def count(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    if not text.replace(".", "", 1).isdecimal() or float(text) > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return float(text)
+
+
 def read_arguments(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="bench.py", description=__doc__.split(":")[0] + ".", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -160,6 +168,21 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     train.add_argument("--batch", type=count, default=1, help="1 sequence a step")
     train.add_argument("--rounds", type=count, default=5, help="5 timed rounds, after one to warm up")
     train.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, …; auto: a GPU if any")
+
+    generate = commands.add_parser("generate", help=bench_generate.__doc__, allow_abbrev=False)
+    generate.set_defaults(run=bench_generate)
+    generate.add_argument("--preset", type=size, default="135m", help="135m; the models' size")
+    generate.add_argument("--checkpoint", type=Path, help="a trained model, whose own depths are taken")
+    generate.add_argument("--batch", type=count, default=16, help="16 requests at once, for vanilla")
+    generate.add_argument("--tokens", type=count, default=64, help="64 new tokens a request, on average")
+    generate.add_argument("--requests", type=count, help="requests; by default four times the batch")
+    generate.add_argument(
+        "--gather", type=share, default=0.0, help="0; share of the batch that is done before it leaves"
+    )
+    generate.add_argument("--compile", action="store_true", help="compiled passes; on a GPU, graphs")
+    generate.add_argument("--rounds", type=count, default=1, help="1 timed round")
+    generate.add_argument("--transformers", action="store_true", help="beside that library's generate")
+    generate.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, …; auto: a GPU if any")
 
     kernel = commands.add_parser("kernels", help=bench_kernels.__doc__, allow_abbrev=False)
     kernel.set_defaults(run=bench_kernels)

@@ -113,19 +113,26 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, queries: Ragged, keys: Ragg
     """
     if len(queries.pos) == 0:
         return q.clone()
-    counted = queries if keys is None else keys
-    lengths = counted.cu_seqlens.diff()
-    if counted.length is not None or len(lengths) * int(lengths.max()) <= 2 * len(counted.pos):
+    groups = groups_alike(queries if keys is None else keys)
+    if groups is None:
         return padded_attention(q, k, v, queries, keys)
     y = torch.zeros_like(q)
-    size_class = lengths.clamp(min=1).log2().ceil()
-    for members in (size_class == c for c in size_class.unique()):
+    for members in groups:
         q_rows, some_queries = select_sequences(members, queries)
         k_rows, some_keys = (q_rows, None) if keys is None else select_sequences(members, keys)
         if len(q_rows):
             some = padded_attention(q[q_rows], k[k_rows], v[k_rows], some_queries, some_keys)
             y = y.index_copy(0, q_rows, some)
     return y
+
+
+def groups_alike(rows: Ragged) -> list[Tensor] | None:
+    """Marks (B,) for groups of sequences of about one length; None: padding all of them costs little."""
+    lengths = rows.cu_seqlens.diff()
+    if rows.length is not None or len(lengths) * int(lengths.max()) <= 2 * len(rows.pos):
+        return None
+    size_class = lengths.clamp(min=1).log2().ceil()
+    return [size_class == c for c in size_class.unique()]
 
 
 def select_sequences(members: Tensor, rows: Ragged) -> tuple[Tensor, Ragged]:
@@ -583,11 +590,37 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, mask: PagedMask
         return torch.ops.mor.paged_attention(
             q, k_pages, v_pages, mask.n_key, cu_q, mask.page_table, mask.q_tiles, mask.size
         )
+    if mask.queries.length == 1:
+        return one_query_each(q, k_pages, v_pages, mask)
+    if (groups := groups_alike(mask.queries)) is not None:  # a prompt among single tokens
+        y = torch.zeros_like(q)
+        for members in groups:
+            rows, queries = select_sequences(members, mask.queries)
+            if len(rows):
+                some = mask._replace(
+                    queries=queries, n_key=mask.n_key[rows], page_table=mask.page_table[members]
+                )
+                y = y.index_copy(0, rows, paged_attention(q[rows], k_pages, v_pages, some))
+        return y
     place = padded_place(mask.queries)
     n_key = pad(mask.n_key, place, fill=1)  # (B, T); a padded query sees one key, and nobody reads it
     k, v = (x[mask.page_table].flatten(1, 2).transpose(1, 2) for x in (k_pages, v_pages))
     visible = torch.arange(k.shape[2], device=q.device) < n_key[:, None, :, None]
     return unpad(F.scaled_dot_product_attention(pad(q, place), k, v, visible, enable_gqa=True), place)
+
+
+def one_query_each(q: Tensor, k_pages: Tensor, v_pages: Tensor, mask: PagedMask) -> Tensor:
+    """paged_attention by PyTorch of one query in every sequence: q (B, H, D)."""
+    group = q.shape[1] // k_pages.shape[2]
+    q = q.unflatten(1, (-1, group))  # (B, Hkv, G, D)
+    k, v = (x[mask.page_table].flatten(1, 2) for x in (k_pages, v_pages))  # (B, T, Hkv, D)
+    visible = torch.arange(k.shape[1], device=q.device) < mask.n_key[:, None]
+    if torch.compiler.is_compiling():  # then products and sums read the pages where they are
+        scores = (q[:, None] * k[:, :, :, None]).sum(4) * q.shape[3] ** -0.5  # (B, T, Hkv, G)
+        p = scores.masked_fill(~visible[:, :, None, None], float("-inf")).softmax(1)
+        return (p[..., None] * v[:, :, :, None]).sum(1).flatten(1, 2)
+    k, v, visible = k.transpose(1, 2), v.transpose(1, 2), visible[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, visible).flatten(1, 2)
 
 
 @torch.no_grad()

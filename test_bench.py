@@ -1,9 +1,13 @@
 """The benchmark's tables on a tiny size: rows, ratios and activity agree; no test asserts a time."""
 
+import re
+
 import pytest
 import torch
 
 import bench
+import bench_generate
+import checkpoint
 import modelconfig
 from flops import exact_flops
 from modelconfig import PUBLISHED, SIZES, ModelConfig, preset
@@ -107,10 +111,77 @@ def test_peak_memory_is_that_of_the_model_alone():
     assert held.sum() + y.sum() == 17 * mib
 
 
+# ---- python bench.py generate ------------------------------------------------------------------------
+
+
+def generated(capsys, *options: str) -> tuple[list[str], list[dict[str, str]], list[str]]:
+    """Header, rows and closing lines of `bench.py generate`."""
+    command = ["generate", "--preset=tiny", "--tokens=12", "--batch=6", "--device=cpu", *options]
+    assert bench.main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heads = re.split(r"  +", lines[2])
+    end = next(i for i, line in enumerate(lines) if line.startswith("Tokens/s."))
+    rows = [dict(zip(heads, re.split(r"  +", line), strict=True)) for line in lines[3:end]]
+    return lines[:2], rows, lines[end:]
+
+
+def test_generation_in_equal_batches_and_equal_memory(tiny, capsys):
+    _, rows, closing = generated(capsys, "--requests=30")
+    assert [(row["model"], row["batch"]) for row in rows] == [
+        ("vanilla 14 layers", "6"), ("recursive R=3", "6"), ("MoR R=2", "6"), ("MoR R=3", "6"),
+        ("MoR R=4", "6"), ("MoR R=2", "8"), ("MoR R=3", "9"), ("MoR R=4", "9"),
+    ]  # fmt: skip
+    for row in rows:
+        over, implied = (float(row[name].rstrip("x")) for name in ("over vanilla", "implied"))
+        if row["ratio"] != "–":
+            assert float(row["ratio"]) == pytest.approx(over / implied, abs=0.02)
+        if row["model"].startswith("MoR"):  # drawn depths follow the capacities 1, (R-1)/R, …
+            r = int(row["model"][-1])
+            assert float(row["depth"]) == pytest.approx((r + 1) / 2, rel=0.1)
+            assert implied > 1.1
+    assert rows[0]["over vanilla"] == rows[0]["implied"] == rows[1]["implied"] == "1.00x"
+    assert "depths are drawn" in " ".join(closing)
+    assert "times the floor" in closing[-1]
+
+
+def test_generation_takes_the_depths_of_a_checkpoint(tiny, capsys, tmp_path):
+    torch.manual_seed(0)
+    model = bench.MoR(ModelConfig(**preset("mor-tiny", block_size=32, n_recursion=2)))
+    torch.nn.init.zeros_(model.router[1].weight)  # scores of 0: the causal rule keeps every token
+    checkpoint.save(tmp_path / "c.pt", model, encoding="bytes", step=0)
+    _, rows, closing = generated(capsys, f"--checkpoint={tmp_path}/c.pt", "--requests=8")
+    assert [row["model"] for row in rows] == ["vanilla 14 layers", "checkpoint", "checkpoint"]
+    assert [row["depth"] for row in rows] == ["1.00", "2.00", "2.00"]
+    assert "drawn" not in " ".join(closing)
+    command = ["generate", "--device=cpu", f"--checkpoint={tmp_path}/c.pt", "--tokens=17"]
+    assert bench.main(command) == 2
+    assert "34 tokens exceed the context of 32" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("keeps", [0.25, 0.5, 2 / 3, 1.0])
+def test_drawn_depths_keep_their_share(keeps):
+    h = torch.randn(20_000, 16, generator=torch.Generator().manual_seed(0))
+    kept = bench_generate.DrawnDepth(keeps)(h)[:, 0] > 0
+    assert kept.float().mean() == pytest.approx(keeps, abs=0.015)
+    assert (kept == (bench_generate.DrawnDepth(keeps)(h.flip(0)) > 0)[:, 0].flip(0)).all()
+    last = kept & torch.roll(kept, 1)
+    assert last.float().mean() == pytest.approx(keeps**2, abs=0.015)  # neighbours are independent
+
+
+def test_lengths_are_normal_around_the_mean():
+    drawn = bench_generate.lengths(1000, 256)
+    assert min(drawn) >= 1 and max(drawn) < 512
+    assert sum(drawn) / 1000 == pytest.approx(256, abs=8)
+    assert torch.tensor(drawn).double().std() == pytest.approx(64, abs=6)
+
+
 @pytest.mark.parametrize(
     "options, told",
     [
         ((), "command"),
+        (("generate", "--gather=1.5"), "--gather"),
+        (("generate", "--tokens=0"), "--tokens"),
+        (("generate", "--checkpoint=nowhere.pt"), "nowhere.pt"),
         (("trian",), "trian"),
         (("train", "--preset=135"), "'135m'"),
         (("train", "--seq=0"), "--seq"),

@@ -1,13 +1,17 @@
 """Whatever shares the batch, a request gets what the model, alone and without a cache, gives it."""
 
 import collections
+import contextlib
 import itertools
+import types
 
 import numpy as np
 import pytest
 import tiktoken
 import torch
+from torch.utils._pytree import tree_leaves
 
+import passes
 from engine import Engine, Event
 from model import MoR
 from modelconfig import ModelConfig
@@ -170,6 +174,89 @@ def test_a_long_load_is_answered_right_in_flat_memory():
         assert len(t) == len(prompt) + params.max_new_tokens and t[: len(prompt)] == prompt
         assert b.tolist()[len(prompt) - 1 : -1] == t[len(prompt) :]
         assert [e.depth for e in events[:-1]] == d.tolist()[:-1]
+
+
+# ---- passes of fixed sizes -----------------------------------------------------------------------
+
+FIXED = [("expert_first_step_partial", "recursion"), ("token_softmax", "shared_update")]
+
+
+def check_fixed(kind, kv_mode):
+    model, g = random_model(kind, kv_mode, 0), np.random.default_rng(0)
+    requests = random_requests(g, 8, 20)
+    engine = Engine(model, max_batch=6, chunk=8, compile=True)
+    for events, request in zip(run(engine, requests, g), requests):
+        check_greedy(model, events, request)
+
+
+@pytest.mark.parametrize("kind, kv_mode", FIXED)
+def test_passes_of_fixed_sizes_are_filled_up_with_nobody(monkeypatch, kind, kv_mode):
+    sizes = set()
+
+    def counted(function):
+        return lambda *given: (sizes.add(len(given[-1].mask.n_key)), function(*given))[1]
+
+    monkeypatch.setattr(passes, "compiled", counted)
+    check_fixed(kind, kv_mode)
+    assert sizes == {1, 4, 6}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, kv_mode", FIXED)
+def test_compiled_passes_generate_the_same(kind, kv_mode):
+    check_fixed(kind, kv_mode)
+
+
+class PretendedGraph:
+    """A CUDA graph on a CPU: a replay computes once more, from and into the memory of the capture."""
+
+    capturing = None
+
+    @staticmethod
+    @contextlib.contextmanager
+    def capture(graph):
+        PretendedGraph.capturing = graph
+        yield
+        PretendedGraph.capturing = None
+
+    def replay(self):
+        function, given, made = self.call
+        for old, new in zip(tree_leaves(made), tree_leaves(function(*given))):
+            if isinstance(old, torch.Tensor):
+                old.copy_(new)
+
+
+@pytest.mark.parametrize("kind, kv_mode", FIXED)
+def test_graphs_read_and_write_the_memory_of_their_capture(monkeypatch, kind, kv_mode):
+    captures = []
+
+    def recorded(function):
+        def run(*given):
+            made = function(*given)
+            if graph := PretendedGraph.capturing:
+                graph.call = function, given, made
+                captures.append(graph)
+            return made
+
+        return run
+
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    for name, fake in dict(
+        CUDAGraph=PretendedGraph, graph=PretendedGraph.capture, Stream=lambda: stream,
+        current_stream=lambda: stream, stream=lambda stream: contextlib.nullcontext(),
+    ).items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(passes, "compiled", lambda function: passes.captured(recorded(function)))
+    check_fixed(kind, kv_mode)
+    assert 9 <= len(captures) <= 27  # three passes of three sizes, and page tables of up to three widths
+
+
+def test_without_a_compiler_the_engine_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr(passes.shutil, "which", lambda name: None)
+    model = random_model("expert_aux_loss", "recursion", 0)
+    new = [Engine(model, compile=c).generate([[1, 2]], SamplingParams(5, 0)) for c in (True, False)]
+    assert new[0] == new[1]
+    assert capsys.readouterr().err == "note: there is no compiler for cpu here; going on without.\n"
 
 
 # ---- how requests end ----------------------------------------------------------------------------

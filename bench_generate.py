@@ -1,0 +1,287 @@
+"""What depth-wise batching is worth: `python bench.py generate` (throughput, paper section 3).
+
+Requests without a prompt, of normally distributed lengths, first come first served, through one engine:
+vanilla, recursive and MoR models, in static and continuous batches, at equal batch and at equal cache
+memory, where a recursion-wise cache of (R+1)/2R the size lets more requests run. Every ratio is of runs
+of one call; the time is that of the engine's steps, with all that they do.
+"""
+
+import argparse
+import collections
+import itertools
+import statistics
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import checkpoint
+import kvcache
+from engine import Engine
+from flops import exact_flops, parameters, relative_batch, short, vanilla_of
+from measure import Machine, print_table
+from model import MoR
+from modelconfig import ModelConfig, preset
+from sampling import SamplingParams
+
+SEED = 1337
+RECURSIONS = (2, 3, 4)
+
+
+class DrawnDepth(nn.Module):
+    """In place of a router of random weights: keeps a token with a given probability.
+
+    It draws by a hash of the token's state, so no token depends on another.
+    """
+
+    def __init__(self, keeps: float):
+        super().__init__()
+        self.keeps = keeps
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(n, d) to logits (n, 1): above 0 where the token is kept."""
+        bits = h[:, :8].contiguous().view(torch.int32).long()
+        weights = torch.arange(1, 9, device=h.device) * 2654435761
+        drawn = ((bits * weights).sum(1) >> 7 & 0xFFFFF).float() / 2**20
+        return self.keeps - drawn[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model at the batch it runs at."""
+
+    name: str
+    config: ModelConfig
+    batch: int
+    equal: str  # what it has in common with the vanilla model of its depth: "batch" or "memory"
+
+
+class Outcome(NamedTuple):
+    seconds: float
+    n_new: int
+    active: list[float]  # share of the tokens that took each step
+    occupancy: float  # mean share of the batch in a pass of the shared block
+    cache: int  # bytes in use when they were most
+    n_put_back: int
+
+    @property
+    def speed(self) -> float:
+        return self.n_new / self.seconds
+
+
+def random_model(config: ModelConfig, machine: Machine) -> MoR:
+    torch.manual_seed(SEED)
+    model = MoR(config).to(machine.device, getattr(torch, machine.dtype)).eval()
+    if config.routing == "expert":
+        shares = itertools.pairwise((1.0, *config.capacity))
+        model.router = nn.ModuleList(DrawnDepth(share / before) for before, share in shares)
+    return model
+
+
+def lengths(n: int, mean: int) -> list[int]:
+    """New tokens of n requests: normal around the mean, a quarter of it wide, at least one."""
+    drawn = np.random.default_rng(SEED).normal(mean, mean / 4, n).round()
+    return np.clip(drawn, 1, 2 * mean - 1).astype(int).tolist()
+
+
+def serve(
+    engine: Engine, new_tokens: list[int], machine: Machine, gather: int, continuous=True, writes=True
+) -> Outcome:
+    """All requests through an engine. writes=False: keys and values are made, but not stored."""
+    config, n_slot = engine.model.config, len(engine.slots)
+    engine.continuous, engine.gather = continuous, gather if continuous else n_slot
+    engine.n_pass = engine.n_row = engine.n_put_back = 0
+    engine.kv.least_free = engine.kv.n_free
+    for seed, n in enumerate(new_tokens):
+        engine.submit([seed % config.vocab_size], SamplingParams(n, seed=seed))
+    depths = collections.Counter()
+    store = kvcache.store_pages if writes else lambda *given: None
+    with mock.patch.object(kvcache, "store_pages", store):
+        start = machine.clock()
+        while engine.busy():
+            depths.update(event.depth for event in engine.step())
+        seconds = machine.clock() - start
+    del depths[None]  # of the last tokens, which nothing reads
+    active = [
+        sum(n for depth, n in depths.items() if depth > r) / depths.total()
+        for r in range(config.n_recursion)
+    ]
+    occupancy = engine.n_row / engine.n_pass / n_slot
+    return Outcome(
+        seconds, sum(new_tokens), active, occupancy, engine.kv.most_bytes(), engine.n_put_back
+    )
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """Vanilla models first, one for each depth that another case has."""
+    if args.checkpoint:
+        configs = {"checkpoint": args.trained.config}
+    else:
+        size, sizes = args.preset, dict(block_size=2 * args.tokens)
+        configs = {"recursive R=3": ModelConfig(**preset(f"recursive-{size}", **sizes))}
+        for r in RECURSIONS:
+            configs[f"MoR R={r}"] = ModelConfig(**preset(f"mor-{size}", n_recursion=r, **sizes))
+    vanilla = {
+        c.n_layer: Case(baseline(c), vanilla_of(c), args.batch, "batch") for c in configs.values()
+    }
+    equal = [Case(name, c, args.batch, "batch") for name, c in configs.items()]
+    more = [
+        Case(name, c, relative_batch(c.n_recursion, args.batch), "memory")
+        for name, c in configs.items()
+        if c.routing != "none" and c.kv_mode == "recursion"
+    ]
+    return [*vanilla.values(), *equal, *more]
+
+
+def baseline(config: ModelConfig) -> str:
+    """The name of the vanilla model that a model is compared with: of the same unrolled depth."""
+    return f"vanilla {config.n_layer} layers"
+
+
+def implied(config: ModelConfig, active: list[float], tokens: int) -> float:
+    """FLOPs of the vanilla model over this one's, at the depths that its tokens took."""
+    config = replace(config, block_size=tokens)
+    return exact_flops(vanilla_of(config)) / exact_flops(config, [share * tokens for share in active])
+
+
+def floors(machine: Machine) -> tuple[float, float]:
+    """Bytes/s that a sum reads, FLOP/s that a matrix product does: the best of five."""
+    dtype = getattr(torch, machine.dtype)
+    much = torch.ones(2**28 // dtype.itemsize, device=machine.device, dtype=dtype)
+    square = torch.ones(2048, 2048, device=machine.device, dtype=dtype)
+
+    def fastest(function) -> float:
+        seconds = []
+        for _ in range(6):
+            start = machine.clock()
+            function()
+            seconds.append(machine.clock() - start)
+        return min(seconds)
+
+    return much.nbytes / fastest(much.sum), 2 * 2048**3 / fastest(lambda: square @ square)
+
+
+@torch.no_grad()
+def transformers_speed(config: ModelConfig, batch: int, tokens: int, machine: Machine) -> float:
+    """Tokens/s of the transformers library's greedy generation by a Llama of the same size."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        raise ValueError("--transformers needs that library; run: pip install transformers.") from None
+    torch.manual_seed(SEED)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size, hidden_size=config.n_embd, intermediate_size=config.n_ffn,
+            num_hidden_layers=config.n_layer, num_attention_heads=config.n_head,
+            num_key_value_heads=config.n_kv_head, tie_word_embeddings=True,
+        )
+    ).to(machine.device, getattr(torch, machine.dtype)).eval()  # fmt: skip
+    ids = torch.arange(batch, device=machine.device)[:, None]
+    given = dict(attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, eos_token_id=None)
+    model.generate(ids, max_new_tokens=2, **given)
+    start = machine.clock()
+    made = model.generate(ids, max_new_tokens=tokens, **given)
+    return (made.numel() - batch) / (machine.clock() - start)
+
+
+def make_engines(args: argparse.Namespace, machine: Machine) -> dict[Case, Engine]:
+    """A warm engine for each case; at equal memory it has the pool of the vanilla model of its depth."""
+    engines, models = {}, {}
+    for case in tqdm(cases_of(args), unit="model", disable=None):
+        if case.name not in models:
+            trained = case.name == "checkpoint"
+            models[case.name] = args.trained if trained else random_model(case.config, machine)
+        kv_bytes = None
+        if case.equal == "memory":
+            kv = next(e.kv for c, e in engines.items() if c.name == baseline(case.config))
+            kv_bytes = kv.n_page * kv.page_bytes
+        engine = engines[case] = Engine(
+            models[case.name], max_batch=case.batch, max_len=2 * args.tokens, kv_bytes=kv_bytes,
+            compile=args.compile,
+        )  # fmt: skip
+        serve(engine, [4] * 2 * case.batch, machine, gather=1)
+    return engines
+
+
+def bench_generate(args: argparse.Namespace) -> None:
+    """Throughput of vanilla, recursive and MoR models on one engine, static and continuous."""
+    machine = Machine(args.device)
+    if args.checkpoint:
+        _, args.trained, _ = checkpoint.load_trained(args.checkpoint, machine.device)
+        if 2 * args.tokens > (size := args.trained.config.block_size):
+            raise ValueError(f"requests of up to {2 * args.tokens} tokens exceed the context of {size}.")
+    new_tokens = lengths(args.requests or 4 * args.batch, args.tokens)
+    print(
+        f"generation by {args.checkpoint or args.preset}: {len(new_tokens)} requests of about "
+        f"{args.tokens} tokens, no prompt, first come first served\n{machine.describe()}"
+        + (", compiled passes" if args.compile else "")
+    )
+    ways = {"static": {"continuous": False}, "continuous": {}}
+    if not args.compile:
+        ways["no writes"] = {"writes": False}
+    bandwidth, rate = floors(machine)
+    engines = make_engines(args, machine)
+    outcomes = collections.defaultdict(list)
+    with tqdm(total=args.rounds * len(engines) * len(ways), unit="run", disable=None) as bar:
+        for _ in range(args.rounds):
+            for (case, engine), way in itertools.product(engines.items(), ways):
+                gather = max(1, round(args.gather * case.batch))
+                outcomes[case, way].append(serve(engine, new_tokens, machine, gather, **ways[way]))
+                bar.update()
+
+    def median_ratio(over: tuple[Case, str], under: tuple[Case, str]) -> float:
+        return statistics.median(a.speed / b.speed for a, b in zip(outcomes[over], outcomes[under]))
+
+    vanilla = {case.name: case for case in engines if case.name.startswith("vanilla")}
+    rows = []
+    for case in engines:
+        base, last = vanilla.get(baseline(case.config)), outcomes[case, "continuous"][-1]
+        speed = {way: statistics.median(o.speed for o in outcomes[case, way]) for way in ways}
+        ratio, promised = 1.0, 1.0
+        if case is not base:
+            ratio = median_ratio((case, "continuous"), (base, "continuous"))
+            promised = implied(case.config, last.active, args.tokens)
+        rows.append(
+            [
+                case.name,
+                f"{case.batch}",
+                *(f"{speed[way]:.1f}" for way in ways),
+                f"{sum(last.active):.2f}",
+                f"{last.occupancy:.0%}",
+                short(last.cache, 1024) + "B",
+                f"{last.n_put_back}",
+                f"{median_ratio((case, 'continuous'), (case, 'static')):.2f}x",
+                f"{ratio:.2f}x",
+                f"{promised:.2f}x",
+                f"{ratio / promised:.2f}" if case.equal == "batch" else "–",
+            ]
+        )
+    heads = ["model", "batch", *ways, "depth", "occupied", "cache", "put back", "over static"]
+    print_table([*heads, "over vanilla", "implied", "ratio"], rows)
+    print(
+        "Tokens/s. Over vanilla: continuous, to the vanilla model of the same unrolled depth; implied:\n"
+        "by exact FLOPs, at these depths. Rows of a larger batch have the vanilla model's pool of keys\n"
+        "and values. Occupied: the share of the batch in a pass of the shared block."
+    )
+    if not args.checkpoint:
+        print("Random weights: depths are drawn, token by token, to follow the capacities.")
+    for name, case in vanilla.items():
+        config = replace(case.config, block_size=args.tokens)
+        n_weight = sum(parameters(config))
+        size = (
+            n_weight * engines[case].model.cos.new_empty(0, dtype=getattr(torch, machine.dtype)).itemsize
+        )
+        least = max(size / bandwidth, case.batch * exact_flops(config) / rate) / case.batch
+        taken = statistics.median(1 / o.speed / o.occupancy for o in outcomes[case, "continuous"])
+        print(
+            f"{name}: {taken / least:.2f} times the floor of {1e3 * least:.2f} ms a token (weights at "
+            f"{bandwidth / 1e9:.1f} GB/s, FLOPs at {rate / 1e9:.0f} G/s)"
+        )
+        if args.transformers:
+            theirs = transformers_speed(config, case.batch, args.tokens, machine)
+            ours = statistics.median(o.speed for o in outcomes[case, "static"])
+            print(f"{name}: {ours / theirs:.2f} times transformers' {theirs:.1f} tokens/s")
