@@ -22,7 +22,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 import kernels
+from bench_generate import implied, lengths, random_model, serve
 from dataset import whole_file
+from engine import Engine
 from flops import exact_flops, train_step_flops
 from gpu_cases import (
     COMPETITORS,
@@ -278,9 +280,40 @@ def train_step(run: Run, config: ModelConfig, batch: int):
     return step
 
 
+def generation(run: Run):
+    """360M models through the engine: passes as CUDA graphs beside none, MoR beside vanilla."""
+    batch, tokens = (4, 8) if run.dry else (32, 128)
+    new_tokens, speeds = lengths(2 * batch, tokens), {}
+    ways = {"plain": False} if run.dry else {"plain": False, "graphs": True}
+    for name in run.in_time(["vanilla", "MoR expert R=3"]):
+        kind, given = TRAINED[name]
+        with run.guard(name):
+            sizes = {**run.sizes.model, "block_size": 2 * tokens}
+            model = random_model(ModelConfig(**preset(f"{kind}-360m", **given, **sizes)), run.machine)
+            engines = {
+                way: Engine(model, max_batch=batch, compile=compile) for way, compile in ways.items()
+            }
+            for engine in engines.values():  # captures, and compiles
+                serve(engine, [4] * 2 * batch, run.machine, 1)
+            outcomes = {way: [] for way in ways}
+            for _ in range(run.sizes.rounds // 2 + 1):
+                for way, engine in engines.items():
+                    outcomes[way].append(serve(engine, new_tokens, run.machine, 1))
+            speeds[name] = {way: [o.speed for o in found] for way, found in outcomes.items()}
+            row = {"case": name, "tokens/s": {w: statistics.median(x) for w, x in speeds[name].items()}}
+            if "vanilla" in speeds:
+                row["measured"] = {w: ratio(x, speeds["vanilla"][w]) for w, x in speeds[name].items()}
+                row["implied"] = implied(model.config, outcomes["plain"][-1].active, tokens)
+            told = ", ".join(f"{way} {speed:.4g} tokens/s" for way, speed in row["tokens/s"].items())
+            over = ", ".join(f"{x:.3f}x" for x in row.get("measured", {}).values())
+            run.say(f"  {name}: {told}; over vanilla {over}, implied {row.get('implied', 1):.3f}x")
+            yield row
+
+
 SECTIONS = {  # and their shares of the time; none is begun with less than a quarter of its own
     "correctness": (correctness, 40), "attention": (attention, 160), "capacity": (capacity, 10),
-    "decode": (decode, 10), "tuning": (tuning, 40), "training": (training, 190),
+    "decode": (decode, 10), "generation": (generation, 50), "tuning": (tuning, 40),
+    "training": (training, 190),
 }  # fmt: skip
 
 
@@ -327,7 +360,9 @@ def bench_gpu(args: argparse.Namespace) -> None:
     if unknown := [name for name in names if name not in SECTIONS]:
         raise ValueError(f"--only={unknown[0]} is not a section; there are {', '.join(SECTIONS)}.")
     if dry and not kernels.INTERPRETED:
-        raise ValueError("a dry run interprets the kernels; set TRITON_INTERPRET=1 in the environment.")
+        raise ValueError(
+            "there is no GPU here, and a dry run interprets the kernels; set TRITON_INTERPRET=1 for one."
+        )
     if not dry and (kernels.INTERPRETED or kernels.triton is None):
         raise ValueError("to measure a GPU, install Triton and unset TRITON_INTERPRET.")
     torch.manual_seed(1337)
