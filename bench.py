@@ -175,7 +175,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     generate.add_argument("--checkpoint", type=Path, help="a trained model, whose own depths are taken")
     generate.add_argument("--batch", type=count, default=16, help="16 requests at once, for vanilla")
     generate.add_argument("--tokens", type=count, default=64, help="64 new tokens a request, on average")
-    generate.add_argument("--requests", type=count, help="requests; by default four times the batch")
+    generate.add_argument("--requests", type=count, help="requests; by default twice the batch")
     generate.add_argument(
         "--gather", type=share, default=0.0, help="0; share of the batch that is done before it leaves"
     )

@@ -214,7 +214,7 @@ def bench_generate(args: argparse.Namespace) -> None:
         _, args.trained, _ = checkpoint.load_trained(args.checkpoint, machine.device)
         if 2 * args.tokens > (size := args.trained.config.block_size):
             raise ValueError(f"requests of up to {2 * args.tokens} tokens exceed the context of {size}.")
-    new_tokens = lengths(args.requests or 4 * args.batch, args.tokens)
+    new_tokens = lengths(args.requests or 2 * args.batch, args.tokens)
     print(
         f"generation by {args.checkpoint or args.preset}: {len(new_tokens)} requests of about "
         f"{args.tokens} tokens, no prompt, first come first served\n{machine.describe()}"

@@ -1,4 +1,4 @@
-"""Inference: a batch that is refilled whenever a token leaves, at whatever depth (paper section 4.2).
+"""Inference: a batch that is refilled whenever a token leaves, at whatever depth (paper section 3).
 
 Requests wait in a queue, take a slot each, and hold pages of one pool (kvcache.py). In every engine step
 the tokens that are done run the last layer and the head, those that follow them the first layer, and
@@ -124,7 +124,9 @@ class Engine:
         )
         self.passes = Passes(model, self.kv)
         self.fast = of_fixed_sizes(self.passes) if compile else None
-        self.sizes = sorted({*(4**i for i in range(20) if 4**i < max_batch), max_batch})
+        # A graph is captured in a moment, a compilation takes long.
+        smaller = [2**i for i in range(20) if 2**i < max_batch] if weight.is_cuda else []
+        self.sizes = [*smaller, max_batch]
         self.waiting: collections.deque[Request] = collections.deque()
         self.n_submitted = self.n_put_back = 0
         self.running: list[Request | None] = [None] * max_batch
@@ -142,9 +144,11 @@ class Engine:
 
     def submit(self, tokens: list[int], params: SamplingParams = DEFAULT) -> int:
         """Queues a prompt; the number that its events bear. An empty one starts a document."""
-        if not tokens and self.encoding is None:
-            raise ValueError("the prompt is empty; give at least one token.")
-        tokens = list(tokens) or [self.encoding.eot_token]
+        tokens = list(tokens)
+        if not tokens:
+            if self.encoding is None:
+                raise ValueError("the prompt is empty; give at least one token.")
+            tokens = [self.encoding.eot_token]
         n, n_vocab = len(tokens), self.model.config.vocab_size
         if n > self.max_len:
             raise ValueError(

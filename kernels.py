@@ -628,11 +628,16 @@ def store_pages(
     k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, place: Tensor, mask: PagedMask
 ) -> None:
     """Writes new keys and values (N, Hkv, D) into pages; place (N,) is page * page_size + slot."""
-    if mask.q_tiles is not None:
-        torch.ops.mor.store_pages(k, v, k_pages, v_pages, place)
+    by_triton = mask.q_tiles is not None
+    if by_triton or torch.compiler.is_compiling():  # which copies all pages unless an operator writes
+        torch.ops.mor.store_pages(k, v, k_pages, v_pages, place, by_triton)
     else:
-        k_pages.view(-1, *k.shape[1:])[place] = k.to(k_pages.dtype)
-        v_pages.view(-1, *v.shape[1:])[place] = v.to(v_pages.dtype)
+        store_by_torch(k, v, k_pages, v_pages, place)
+
+
+def store_by_torch(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, place: Tensor) -> None:
+    k_pages.view(-1, *k.shape[1:])[place] = k.to(k_pages.dtype)
+    v_pages.view(-1, *v.shape[1:])[place] = v.to(v_pages.dtype)
 
 
 @jit(do_not_specialize=["n_row", "table_width"])  # they change as a batch does
@@ -737,14 +742,19 @@ def store_kernel(K, V, K_PAGES, V_PAGES, PLACE, WIDTH: constexpr, BLOCK: constex
 
 
 @torch.library.custom_op("mor::store_pages", mutates_args=("k_pages", "v_pages"))
-def store_pages_op(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, place: Tensor) -> None:
+def store_pages_op(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, place: Tensor, by_triton: bool
+) -> None:  # fmt: skip
+    if not by_triton:
+        return store_by_torch(k, v, k_pages, v_pages, place)
     check_pages(k_pages, v_pages)
     k, v, place = k.contiguous(), v.contiguous(), place.contiguous()
     width = k.shape[1] * k.shape[2]
+    block = 1 << (width - 1).bit_length()
     with torch.cuda.device_of(k):
-        store_kernel[(len(k),)](k, v, k_pages, v_pages, place, width, triton.next_power_of_2(width))
+        store_kernel[(len(k),)](k, v, k_pages, v_pages, place, width, block)
 
 
 @store_pages_op.register_fake
-def _(k, v, k_pages, v_pages, place):
+def _(k, v, k_pages, v_pages, place, by_triton):
     return None

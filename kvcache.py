@@ -112,7 +112,7 @@ class PagedKV:
             )
             self.kept_in[self.in_step[0]] = self.in_step.T  # also for the tokens that never get there
         # The last sequence and the last layer are nobody's.
-        self.table = np.zeros((n_seq + 1, nobody + 1, -(-max_len // PAGE_SIZE)), np.int32)
+        self.table = np.zeros((n_seq + 1, nobody + 1, max(2, -(-max_len // PAGE_SIZE))), np.int32)
         self.rows = np.zeros((n_seq + 1, 1 + len(self.in_step)), int)  # of all tokens, of each step's
         self.rows[n_seq] = 1
         self.page_bytes = 2 * PAGE_SIZE * config.n_kv_head * config.head_dim * dtype.itemsize
@@ -187,7 +187,8 @@ class PagedKV:
         if self.by_step and step is not None:
             row = np.arange(len(pos)) + np.repeat(self.rows[seq, step + 1] - counts.cumsum(), counts)
         number, slot = np.divmod(row, PAGE_SIZE)
-        width = self.table.shape[2] if self.k.is_cuda else number.max() + 1  # graphs want one width
+        # A graph wants one width; torch.compile takes any but 1 for the same.
+        width = self.table.shape[2] if self.k.is_cuda else max(2, number.max() + 1)
         table = self.table[seq[:, None], self.seen_in[made], :width].transpose(1, 0, 2)  # (L, B, P)
         page = self.table[seq[which, None, None], self.kept_in[made[which]], number[:, None, None]]
         place = (

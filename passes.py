@@ -114,11 +114,13 @@ def compiled(function: Callable) -> Callable:
     """A pass that torch.compile makes anew for every number of rows, its weights packed beforehand.
 
     PyTorch packs the weights of a linear layer in every call, which for a few rows takes longest;
-    `freezing` makes constants of them, and the C++ template reads them as fast as memory gives.
+    `freezing` makes constants of them, and packs them once.
     """
+    torch._inductor.config.freezing = (
+        True  # read while tracing, so an option of torch.compile is too late
+    )
     torch._dynamo.config.recompile_limit = 64  # one for every number of rows of every engine
-    options = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
-    fast = torch.compile(function, dynamic=False, options=options)
+    fast = torch.compile(function, dynamic=False)
 
     def run(*given):
         torch._dynamo.mark_dynamic(given[-1].mask.page_table, 2)  # it grows with the sequences
