@@ -215,6 +215,11 @@ def test_passes_every_setting_on(monkeypatch, saved):
     assert len({params.seed for params in asked}) == 3
 
 
+def test_every_sample_has_a_seed_of_its_own_however_many_there_are():
+    assert sample.seeds(3, 1) == sample.seeds(3, 4)[:1] != sample.seeds(4, 1)
+    assert len({seed for n in range(50) for seed in sample.seeds(n, 50)}) == 2500
+
+
 def test_goes_to_the_end_of_the_context_and_says_so(capsys, saved):
     assert main([f"--checkpoint={saved}", "--prompt=abcd", "--temperature=0"]) == 0
     err = capsys.readouterr().err
