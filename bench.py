@@ -151,6 +151,10 @@ def count(text: str) -> int:
     return int(text)
 
 
+def counts(text: str) -> list[int]:
+    return [count(part) for part in text.split(",")]
+
+
 def share(text: str) -> float:
     if not text.replace(".", "", 1).isdecimal() or float(text) > 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
@@ -173,6 +177,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     generate.set_defaults(run=bench_generate)
     generate.add_argument("--preset", type=size, default="135m", help="135m; the models' size")
     generate.add_argument("--checkpoint", type=Path, help="a trained model, whose own depths are taken")
+    generate.add_argument("--recursions", type=counts, default=[2, 3, 4], help="2,3,4; R of the models")
     generate.add_argument("--batch", type=count, default=16, help="16 requests at once, for vanilla")
     generate.add_argument("--tokens", type=count, default=64, help="64 new tokens a request, on average")
     generate.add_argument("--requests", type=count, help="requests; by default twice the batch")

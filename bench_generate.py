@@ -10,12 +10,14 @@ import argparse
 import collections
 import itertools
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -29,7 +31,6 @@ from modelconfig import ModelConfig, preset
 from sampling import SamplingParams
 
 SEED = 1337
-RECURSIONS = (2, 3, 4)
 
 
 class DrawnDepth(nn.Module):
@@ -64,6 +65,7 @@ class Outcome(NamedTuple):
     seconds: float
     n_new: int
     active: list[float]  # share of the tokens that took each step
+    n_pass: int  # of the shared block
     occupancy: float  # mean share of the batch in a pass of the shared block
     cache: int  # bytes in use when they were most
     n_put_back: int
@@ -112,7 +114,13 @@ def serve(
     ]
     occupancy = engine.n_row / engine.n_pass / n_slot
     return Outcome(
-        seconds, sum(new_tokens), active, occupancy, engine.kv.most_bytes(), engine.n_put_back
+        seconds,
+        sum(new_tokens),
+        active,
+        engine.n_pass,
+        occupancy,
+        engine.kv.most_bytes(),
+        engine.n_put_back,
     )
 
 
@@ -122,8 +130,10 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
         configs = {"checkpoint": args.trained.config}
     else:
         size, sizes = args.preset, dict(block_size=2 * args.tokens)
-        configs = {"recursive R=3": ModelConfig(**preset(f"recursive-{size}", **sizes))}
-        for r in RECURSIONS:
+        middle = args.recursions[len(args.recursions) // 2]
+        recursive = preset(f"recursive-{size}", n_recursion=middle, **sizes)
+        configs = {f"recursive R={middle}": ModelConfig(**recursive)}
+        for r in args.recursions:
             configs[f"MoR R={r}"] = ModelConfig(**preset(f"mor-{size}", n_recursion=r, **sizes))
     vanilla = {
         c.n_layer: Case(baseline(c), vanilla_of(c), args.batch, "batch") for c in configs.values()
@@ -148,21 +158,34 @@ def implied(config: ModelConfig, active: list[float], tokens: int) -> float:
     return exact_flops(vanilla_of(config)) / exact_flops(config, [share * tokens for share in active])
 
 
-def floors(machine: Machine) -> tuple[float, float]:
-    """Bytes/s that a sum reads, FLOP/s that a matrix product does: the best of five."""
+def fastest(machine: Machine, function: Callable) -> float:
+    """Seconds of the best of five calls, after one to warm up."""
+    seconds = []
+    for _ in range(6):
+        start = machine.clock()
+        function()
+        seconds.append(machine.clock() - start)
+    return min(seconds[1:])
+
+
+def peaks(machine: Machine) -> tuple[float, float]:
+    """Bytes/s that a sum reads, FLOP/s that a matrix product does."""
     dtype = getattr(torch, machine.dtype)
     much = torch.ones(2**28 // dtype.itemsize, device=machine.device, dtype=dtype)
     square = torch.ones(2048, 2048, device=machine.device, dtype=dtype)
+    return much.nbytes / fastest(machine, much.sum), 2 * 2048**3 / fastest(
+        machine, lambda: square @ square
+    )
 
-    def fastest(function) -> float:
-        seconds = []
-        for _ in range(6):
-            start = machine.clock()
-            function()
-            seconds.append(machine.clock() - start)
-        return min(seconds)
 
-    return much.nbytes / fastest(much.sum), 2 * 2048**3 / fastest(lambda: square @ square)
+@torch.no_grad()
+def linear_seconds(model: MoR, batch: int, machine: Machine) -> float:
+    """Seconds of the matrices of one forward pass alone, in PyTorch, for a row of every request."""
+    unrolled = [model.model.layers[physical] for physical in model.config.plan]
+    weights = [m.weight for layer in unrolled for m in layer.modules() if isinstance(m, nn.Linear)]
+    weights.append(model.model.embed_tokens.weight)
+    x = {w.shape[1]: torch.ones(batch, w.shape[1], device=w.device, dtype=w.dtype) for w in weights}
+    return fastest(machine, lambda: [F.linear(x[w.shape[1]], w) for w in weights])
 
 
 @torch.no_grad()
@@ -223,7 +246,7 @@ def bench_generate(args: argparse.Namespace) -> None:
     ways = {"static": {"continuous": False}, "continuous": {}}
     if not args.compile:
         ways["no writes"] = {"writes": False}
-    bandwidth, rate = floors(machine)
+    bandwidth, rate = peaks(machine)
     engines = make_engines(args, machine)
     outcomes = collections.defaultdict(list)
     with tqdm(total=args.rounds * len(engines) * len(ways), unit="run", disable=None) as bar:
@@ -269,19 +292,20 @@ def bench_generate(args: argparse.Namespace) -> None:
     )
     if not args.checkpoint:
         print("Random weights: depths are drawn, token by token, to follow the capacities.")
+    print(
+        f"Floor: weights at {bandwidth / 1e9:.1f} GB/s or FLOPs at {rate / 1e9:.0f} G/s, as measured here."
+    )
     for name, case in vanilla.items():
         config = replace(case.config, block_size=args.tokens)
-        n_weight = sum(parameters(config))
-        size = (
-            n_weight * engines[case].model.cos.new_empty(0, dtype=getattr(torch, machine.dtype)).itemsize
-        )
-        least = max(size / bandwidth, case.batch * exact_flops(config) / rate) / case.batch
-        taken = statistics.median(1 / o.speed / o.occupancy for o in outcomes[case, "continuous"])
+        n_byte = sum(parameters(config)) * getattr(torch, machine.dtype).itemsize
+        least = max(n_byte / bandwidth, case.batch * exact_flops(config) / rate)
+        linear = linear_seconds(engines[case].model, case.batch, machine)
+        taken = statistics.median(o.seconds / o.n_pass for o in outcomes[case, "continuous"])
         print(
-            f"{name}: {taken / least:.2f} times the floor of {1e3 * least:.2f} ms a token (weights at "
-            f"{bandwidth / 1e9:.1f} GB/s, FLOPs at {rate / 1e9:.0f} G/s)"
+            f"{name}: a pass takes {1e3 * taken:.0f} ms, its matrices alone {1e3 * linear:.0f}, "
+            f"the floor {1e3 * least:.0f}"
         )
         if args.transformers:
             theirs = transformers_speed(config, case.batch, args.tokens, machine)
-            ours = statistics.median(o.speed for o in outcomes[case, "static"])
-            print(f"{name}: {ours / theirs:.2f} times transformers' {theirs:.1f} tokens/s")
+            ours = serve(engines[case], [args.tokens] * case.batch, machine, gather=1).speed
+            print(f"{name}: {ours:.1f} tokens/s, {ours / theirs:.2f} times those of transformers")

@@ -141,7 +141,13 @@ def test_generation_in_equal_batches_and_equal_memory(tiny, capsys):
             assert implied > 1.1
     assert rows[0]["over vanilla"] == rows[0]["implied"] == rows[1]["implied"] == "1.00x"
     assert "depths are drawn" in " ".join(closing)
-    assert "times the floor" in closing[-1]
+    assert "its matrices alone" in closing[-1]
+
+
+def test_generation_of_one_recursion_number(tiny, capsys):
+    _, rows, _ = generated(capsys, "--requests=6", "--recursions=3")
+    names = ["vanilla 14 layers", "recursive R=3", "MoR R=3", "MoR R=3"]
+    assert [row["model"] for row in rows] == names
 
 
 def test_generation_takes_the_depths_of_a_checkpoint(tiny, capsys, tmp_path):
@@ -181,6 +187,7 @@ def test_lengths_are_normal_around_the_mean():
         ((), "command"),
         (("generate", "--gather=1.5"), "--gather"),
         (("generate", "--tokens=0"), "--tokens"),
+        (("generate", "--recursions=2,"), "--recursions"),
         (("generate", "--checkpoint=nowhere.pt"), "nowhere.pt"),
         (("trian",), "trian"),
         (("train", "--preset=135"), "'135m'"),
