@@ -98,8 +98,8 @@ def serve(
     engine.continuous, engine.gather = continuous, gather if continuous else n_slot
     engine.n_pass = engine.n_row = engine.n_put_back = 0
     engine.kv.least_free = engine.kv.n_free
-    for seed, n in enumerate(new_tokens):
-        engine.submit([seed % config.vocab_size], SamplingParams(n, seed=seed))
+    for number, n in enumerate(new_tokens):
+        engine.submit([number % config.vocab_size], SamplingParams(n, temperature=0))
     depths = collections.Counter()
     store = kvcache.store_pages if writes else lambda *given: None
     with mock.patch.object(kvcache, "store_pages", store):
