@@ -292,9 +292,7 @@ def bench_generate(args: argparse.Namespace) -> None:
     )
     if not args.checkpoint:
         print("Random weights: depths are drawn, token by token, to follow the capacities.")
-    print(
-        f"Floor: weights at {bandwidth / 1e9:.1f} GB/s or FLOPs at {rate / 1e9:.0f} G/s, as measured here."
-    )
+    print(f"Floor: weights at {bandwidth / 1e9:.1f} GB/s or FLOPs at {rate / 1e9:.0f} G/s, as measured.")
     for name, case in vanilla.items():
         config = replace(case.config, block_size=args.tokens)
         n_byte = sum(parameters(config)) * getattr(torch, machine.dtype).itemsize
