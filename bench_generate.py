@@ -77,7 +77,8 @@ class Outcome(NamedTuple):
 
 def random_model(config: ModelConfig, machine: Machine) -> MoR:
     torch.manual_seed(SEED)
-    model = MoR(config).to(machine.device, getattr(torch, machine.dtype)).eval()
+    model = MoR(config).to(machine.device).eval()
+    model.model.to(getattr(torch, machine.dtype))
     if config.routing == "expert":
         shares = itertools.pairwise((1.0, *config.capacity))
         model.router = nn.ModuleList(DrawnDepth(share / before) for before, share in shares)
@@ -235,6 +236,7 @@ def bench_generate(args: argparse.Namespace) -> None:
     machine = Machine(args.device)
     if args.checkpoint:
         _, args.trained, _ = checkpoint.load_trained(args.checkpoint, machine.device)
+        args.trained.model.to(getattr(torch, machine.dtype))  # routers stay as exact as in training
         if 2 * args.tokens > (size := args.trained.config.block_size):
             raise ValueError(f"requests of up to {2 * args.tokens} tokens exceed the context of {size}.")
     new_tokens = lengths(args.requests or 2 * args.batch, args.tokens)
