@@ -9,6 +9,7 @@ import copy
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -74,11 +75,14 @@ class Passes:
             out = tokens.base + (tokens.gate[:, None] * y).to(x.dtype)
             return tokens._replace(x=torch.where(done[:, None], out, y)), done
         x = x + (tokens.gate[:, None] * y).to(x.dtype)
-        gate, goes_on = self.score(x, kv.mask.queries.pos, (step + 1).clamp(max=c.n_recursion - 1))
+        gate, goes_on = self.score(x, kv.mask.queries.pos, step + 1)
         return Tokens(x, gate, None, None), done | ~goes_on
 
     def score(self, x: Tensor, pos: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate, and whether the causal rule takes it, of each token (n,) at its own step (n,)."""
+        """Gate, and whether the causal rule takes it, of each token (n,) at its own step (n,).
+
+        What it says of a step beyond the last one, nobody asks.
+        """
         c, model = self.config, self.model
         aux = model.aux_router if c.sampling == "aux_router" else [None] * c.n_recursion
         each = [routing.score(c, r, x, pos, model.router[r], aux[r]) for r in range(self.n_step)]
@@ -97,13 +101,14 @@ class Passes:
 
 def of_fixed_sizes(passes: Passes) -> Passes | None:
     """The same passes for batches of one token each, made once for every number of rows."""
-    device = passes.model.cos.device.type
-    if device == "cuda":
-        make = captured
-    elif device == "cpu" and any(map(shutil.which, ("g++", "clang++"))):
+    device = passes.model.cos.device
+    if device.type == "cuda":
+        # On the model's device, whichever is current; one for all, since cuBLAS keeps memory for each.
+        make = partial(captured, stream=torch.cuda.Stream(device))
+    elif device.type == "cpu" and any(map(shutil.which, ("g++", "clang++"))):
         make = compiled
     else:
-        print(f"note: there is no compiler for {device} here; going on without.", file=sys.stderr)
+        print(f"note: there is no compiler for {device.type} here; going on without.", file=sys.stderr)
         return None
     fast = copy.copy(passes)
     fast.enter, fast.block, fast.leave = map(make, (passes.enter, passes.block, passes.leave))
@@ -116,9 +121,8 @@ def compiled(function: Callable) -> Callable:
     PyTorch packs the weights of a linear layer in every call, which for a few rows takes longest;
     `freezing` makes constants of them, and packs them once.
     """
-    torch._inductor.config.freezing = (
-        True  # read while tracing, so an option of torch.compile is too late
-    )
+    # Read while tracing, so an option of torch.compile would come too late.
+    torch._inductor.config.freezing = True
     torch._dynamo.config.recompile_limit = 64  # one for every number of rows of every engine
     fast = torch.compile(function, dynamic=False)
 
@@ -129,25 +133,21 @@ def compiled(function: Callable) -> Callable:
     return run
 
 
-def captured(function: Callable) -> Callable:
+def captured(function: Callable, stream: torch.cuda.Stream) -> Callable:
     """A pass that is captured as a CUDA graph for every number of rows, and then replayed.
 
     A replay reads and writes the memory of the capture: what it is given is copied there, and what it
-    made is copied out. Pages are not copied; they stay where they are.
+    made is copied out before another graph runs, so all share one pool. Pages stay where they are.
     """
-    graphs = {}
+    graphs, pool = {}, torch.cuda.graph_pool_handle()
 
     def run(*given):
         size = tuple(x.shape for x in tree_leaves(given) if isinstance(x, Tensor))
         if size not in graphs:
             fixed = tree_map_only(Tensor, torch.clone, given)
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                function(*fixed)  # Triton compiles, which it cannot in a capture
-            torch.cuda.current_stream().wait_stream(stream)
+            function(*fixed)  # Triton compiles, which it cannot in a capture
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool, stream):
                 made = function(*fixed)
             graphs[size] = graph, fixed, made
         graph, fixed, made = graphs[size]

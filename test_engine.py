@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import itertools
-import types
 
 import numpy as np
 import pytest
@@ -228,7 +227,7 @@ class PretendedGraph:
 
     @staticmethod
     @contextlib.contextmanager
-    def capture(graph):
+    def capture(graph, pool, stream):
         PretendedGraph.capturing = graph
         yield
         PretendedGraph.capturing = None
@@ -254,13 +253,10 @@ def test_graphs_read_and_write_the_memory_of_their_capture(monkeypatch, kind, kv
 
         return run
 
-    stream = types.SimpleNamespace(wait_stream=lambda other: None)
-    for name, fake in dict(
-        CUDAGraph=PretendedGraph, graph=PretendedGraph.capture, Stream=lambda: stream,
-        current_stream=lambda: stream, stream=lambda stream: contextlib.nullcontext(),
-    ).items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(passes, "compiled", lambda function: passes.captured(recorded(function)))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", PretendedGraph.capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(passes, "compiled", lambda function: passes.captured(recorded(function), None))
     check_fixed(kind, kv_mode, [1, 2, 4, 6])
     assert 9 <= len(captures) <= 24  # three passes of up to four sizes, page tables of two widths
 
