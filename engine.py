@@ -23,7 +23,7 @@ from model import MoR
 from passes import Passes, Tokens, of_fixed_sizes
 from sampling import SamplingParams, draw, probabilities, uniform
 from text import text_of
-from tokenizer import token_bytes
+from tokenizer import usable_ids
 
 
 def pick_device(name: str) -> str:
@@ -137,8 +137,7 @@ class Engine:
         self.state: Tokens | None = None  # … and what the passes keep of each
         self.n_pass = self.n_row = 0  # passes of the shared block so far, and tokens in them
         if encoding is not None:
-            self.usable = torch.from_numpy(token_bytes(encoding) > 0).to(weight.device)
-            self.usable[encoding.eot_token] = True
+            self.usable = torch.from_numpy(usable_ids(encoding)).to(weight.device)
 
     # ---- requests ----
 

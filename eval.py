@@ -26,7 +26,7 @@ from ragged import ragged_batch
 from sampling import SamplingParams
 from settings import MOST_PASSES, TrainConfig, build, open_streams, silence
 from text import pieces
-from tokenizer import token_bytes
+from tokenizer import usable_ids
 from validation import batches_of, rules, validate
 
 # The paper's benchmarks, and what it reports of each; its MMLU scores the answers' texts, not letters.
@@ -103,8 +103,7 @@ class Scorer:
         super().__init__()  # lm-eval's own, where this is joined with its class
         self.model, self.encoding, self.batch_size = model, encoding, batch_size
         self.rule, self.max_depth = rule, depth
-        self.usable = torch.from_numpy(token_bytes(encoding) > 0).to(model.cos.device)
-        self.usable[encoding.eot_token] = True
+        self.usable = torch.from_numpy(usable_ids(encoding)).to(model.cos.device)
 
     def loglikelihood(self, requests) -> list[tuple[float, bool]]:
         """Of (context, continuation): how likely the continuation is, in nats, and whether it is greedy.

@@ -75,6 +75,13 @@ def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
     return sizes
 
 
+def usable_ids(encoding: tiktoken.Encoding) -> np.ndarray:
+    """What generation may choose, (n_vocab,) bool: ids that stand for text, and <|endoftext|>."""
+    usable = token_bytes(encoding) > 0
+    usable[encoding.eot_token] = True
+    return usable
+
+
 # ---- tokenizer.json --------------------------------------------------------------------------------
 
 
