@@ -190,13 +190,10 @@ class Run:
     def __init__(self, args: argparse.Namespace, model: MoR, encoding: tiktoken.Encoding, text: str):
         prompt = encoding.encode_ordinary(text) or [encoding.eot_token]
         self.config, self.encoding, self.stop = model.config, encoding, args.stop
-        longest = min(model.config.block_size, len(prompt) + args.max_new_tokens)
-        if len(prompt) > model.config.block_size:
-            longest = model.config.block_size  # submit refuses it, and says why
-        self.n_prompt, self.limited = len(prompt), longest < len(prompt) + args.max_new_tokens
+        self.n_prompt, self.n_asked = len(prompt), len(prompt) + args.max_new_tokens
         self.engine = Engine(
-            model, max_batch=args.num_samples, max_len=longest, encoding=encoding,
-            max_depth=args.max_depth or None,
+            model, max_batch=args.num_samples, max_len=min(self.config.block_size, self.n_asked),
+            encoding=encoding, max_depth=args.max_depth or None,
         )  # fmt: skip
         for params in args.params:
             self.engine.submit(prompt, params)
@@ -216,7 +213,7 @@ class Run:
     def summary(self) -> str:
         """Speed, memory and depths in a line; one before it if the context's end cut a sample short."""
         size, n_recursion = self.config.block_size, self.config.n_recursion
-        full = self.limited and max(map(len, self.events)) > size
+        full = self.n_asked > max(map(len, self.events)) > size
         note = f"note: a sample ends where the context of {size} tokens is full.\n" if full else ""
         n_new = sum(max(0, len(events) - self.n_prompt) for events in self.events)
         depths = [e.depth for events in self.events for e in events if e.depth is not None]
