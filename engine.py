@@ -182,7 +182,7 @@ class Engine:
     ) -> list[list[int]]:
         """The tokens that follow each prompt, with <|endoftext|> where that ended it."""
         n_prompt = {self.submit(prompt, params): max(1, len(prompt)) for prompt in prompts}
-        tokens = {number: [] for number in n_prompt}
+        tokens = collections.defaultdict(list)  # also of requests submitted before, which nobody reads here
         for event in self.stream():
             tokens[event.request].append(event.token)
         return [tokens[number][n:] for number, n in n_prompt.items()]
@@ -201,10 +201,8 @@ class Engine:
     def leave(self) -> list[Event]:
         """Last layer, head and sampling, for slots whose tokens on their way are all done."""
         flight = self.flight
-        on_way, done = (
-            np.bincount(flight["slot"][which], minlength=len(self.slots))
-            for which in (slice(None), flight["done"])
-        )
+        on_way = np.bincount(flight["slot"], minlength=len(self.slots))
+        done = np.bincount(flight["slot"][flight["done"]], minlength=len(self.slots))
         ready = (on_way > 0) & (on_way == done)
         if not ready.any() or (ready.sum() < self.gather and not flight["done"].all()):
             return []
@@ -270,7 +268,7 @@ class Engine:
         idle[self.flight["slot"]] = False
         counts = np.where(idle, s["length"] - s["seen"], 0)
         prompts = np.flatnonzero(counts > 1)
-        prompts = prompts[s["number"][prompts].argsort()]
+        prompts = prompts[s["number"][prompts].argsort()]  # the first come have the chunk first
         before = counts[prompts].cumsum() - counts[prompts]
         counts[prompts] = np.clip(self.chunk - before, 0, counts[prompts])
         slots = np.flatnonzero(counts)
@@ -325,7 +323,7 @@ class Engine:
 
         step = step if step is None else fill(step)
         kv = self.kv.over(fill(slots, len(self.slots)), fill(counts, 1), fill(pos), layers, step)
-        return passes, kv, lambda *x: self.on_device(fill(*x))
+        return passes, kv, lambda x: self.on_device(fill(x))
 
     def choose(self, logits: Tensor, slots: np.ndarray) -> np.ndarray:
         """Logits (B, V) of slots (B,) to their next tokens (B,)."""

@@ -57,7 +57,7 @@ class PagedPass(NamedTuple):
 
     kv: "PagedKV"
     layers: tuple[int, ...]  # the L unrolled layers of the pass, as the model calls them
-    place: Tensor  # (L, copies * N) page * PAGE_SIZE + slot of each new row
+    place: Tensor  # (L, copies * N) page * PAGE_SIZE + slot of each copy of the N new rows
     mask: PagedMask  # its page_table is (L, B, P), one for each layer
 
     @property
@@ -68,8 +68,8 @@ class PagedPass(NamedTuple):
         """Attention (N, H, D) of an unrolled layer; k and v are None where it reuses older ones."""
         i = self.layers.index(layer)
         if k is not None:
-            if copies := len(self.place[i]) // len(k) - 1:
-                k, v = (torch.cat((x, *[x] * copies)) for x in (k, v))
+            if (copies := len(self.place[i]) // len(k)) > 1:
+                k, v = k.repeat(copies, 1, 1), v.repeat(copies, 1, 1)
             store_pages(k, v, self.kv.k, self.kv.v, self.place[i], self.mask)
         mask = self.mask._replace(page_table=self.mask.page_table[i])
         return paged_attention(q, self.kv.k, self.kv.v, mask)

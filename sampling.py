@@ -15,7 +15,7 @@ from torch import Tensor
 LARGEST_SEED = 2**64 - 1
 
 
-@dataclass
+@dataclass(frozen=True)
 class SamplingParams:
     """What a request asks for. ValueError where it cannot be."""
 
@@ -35,7 +35,7 @@ class SamplingParams:
                 f"temperature={self.temperature} must be 0 (greedy) or more.",
             ),
             (
-                self.top_k >= 0,
+                0 <= self.top_k < 2**63,
                 f"top_k={self.top_k} must be the number of tokens to draw from, or 0 for all.",
             ),
             (0 < self.top_p <= 1, f"top_p={self.top_p} must lie above 0 and up to 1 (off)."),

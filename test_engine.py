@@ -143,9 +143,8 @@ def test_a_sample_depends_on_its_seed_alone(kind):
     for given in (dict(max_batch=6), dict(max_batch=2, chunk=3, gather=2)):
         order = g.permutation(6)
         together = run(Engine(model, **given), [requests[i] for i in order], g)
-        assert [alone[i] and [e[1:] for e in alone[i]] for i in order] == [
-            [e[1:] for e in events] for events in together
-        ]
+        for i, events in zip(order, together):
+            assert [e[1:] for e in events] == [e[1:] for e in alone[i]]
     for events, (prompt, p) in zip(alone, requests):  # by the full pass and the noise of seed and count
         tokens = [e.token for e in events]
         logits, _ = full_pass(model, tokens)
@@ -462,9 +461,8 @@ def test_impossible_requests_are_refused_and_harm_no_other(tokens, params, says)
     model = random_model("expert_aux_loss", "recursion", 0)
     one = Engine(model, max_batch=1, max_len=48).kv
     engine = Engine(model, kv_bytes=one.n_page * one.page_bytes)
-    engine.submit([2], SamplingParams(3, 0))
+    greedy = SamplingParams(3, 0)
+    engine.submit([3], greedy)
     with pytest.raises(ValueError, match=says):
         engine.submit(tokens, params)
-    assert [e.token for e in engine.stream()][1:] == Engine(model).generate([[2]], SamplingParams(3, 0))[
-        0
-    ]
+    assert engine.generate([[2]], greedy) == Engine(model).generate([[2]], greedy)

@@ -116,6 +116,7 @@ def test_noise_is_even_and_differs_between_seeds_and_counts():
         (dict(temperature=math.nan), "temperature=nan"),
         (dict(temperature=math.inf), "temperature=inf"),
         (dict(top_k=-1), "top_k=-1"),
+        (dict(top_k=2**63), "top_k=9223372036854775808"),
         (dict(top_p=0.0), "top_p=0.0"),
         (dict(top_p=1.01), "top_p=1.01"),
         (dict(top_p=math.nan), "top_p=nan"),
