@@ -182,7 +182,7 @@ class Engine:
     ) -> list[list[int]]:
         """The tokens that follow each prompt, with <|endoftext|> where that ended it."""
         n_prompt = {self.submit(prompt, params): max(1, len(prompt)) for prompt in prompts}
-        tokens = collections.defaultdict(list)  # also of requests submitted before, which nobody reads here
+        tokens = collections.defaultdict(list)  # also those of requests submitted before
         for event in self.stream():
             tokens[event.request].append(event.token)
         return [tokens[number][n:] for number, n in n_prompt.items()]
@@ -212,7 +212,7 @@ class Engine:
         grows = read_all & (s["length"] < s["limit"])
         passes, kv, fill = self.prepare(slots, counts, row["pos"], self.kv.outer[1:])
         x = self.state.x[fill(rows)]
-        logits = passes.leave(x, fill(last), kv)[self.on_device(np.flatnonzero(grows))]
+        logits = passes.leave(x, fill(last), kv)[self.kv.on_device(np.flatnonzero(grows))]
         self.drop(rows)
 
         ends = np.zeros(len(rows), bool)
@@ -300,7 +300,7 @@ class Engine:
             return self.pass_block()
         passes, kv, fill = self.prepare(slots, counts, row["pos"], self.kv.in_step[0], step)
         state, done = passes.block(self.state.take(fill(rows)), fill(row["step"]), kv)
-        self.state.put(self.on_device(rows), state.take(slice(len(rows))))
+        self.state.put(self.kv.on_device(rows), state.take(slice(len(rows))))
         self.flight["step"][rows] += 1
         self.flight["done"][rows] = done[: len(rows)].cpu().numpy()
         self.n_pass += 1
@@ -323,7 +323,7 @@ class Engine:
 
         step = step if step is None else fill(step)
         kv = self.kv.over(fill(slots, len(self.slots)), fill(counts, 1), fill(pos), layers, step)
-        return passes, kv, lambda x: self.on_device(fill(x))
+        return passes, kv, lambda x: self.kv.on_device(fill(x))
 
     def choose(self, logits: Tensor, slots: np.ndarray) -> np.ndarray:
         """Logits (B, V) of slots (B,) to their next tokens (B,)."""
@@ -333,9 +333,9 @@ class Engine:
             logits = logits[:, : len(self.usable)].masked_fill(~self.usable, -math.inf)
         if (s["temperature"] == 0).all():
             return logits.argmax(1).cpu().numpy()
-        asked = (self.on_device(s[name]) for name in ("temperature", "top_k", "top_p"))
+        asked = (self.kv.on_device(s[name]) for name in ("temperature", "top_k", "top_p"))
         u = uniform(s["seed"], (s["length"] - s["n_prompt"]).astype(np.uint64))
-        return draw(probabilities(logits, *asked), self.on_device(u)).cpu().numpy()
+        return draw(probabilities(logits, *asked), self.kv.on_device(u)).cpu().numpy()
 
     def stops(self, request: Request, token: int) -> bool:
         """Whether a token just generated ends a request that has conditions of its own."""
@@ -354,7 +354,7 @@ class Engine:
     def drop(self, rows: np.ndarray) -> None:
         """Takes rows out of flight."""
         keep = np.delete(np.arange(len(self.flight)), rows)
-        self.flight, self.state = self.flight[keep], self.state.take(self.on_device(keep))
+        self.flight, self.state = self.flight[keep], self.state.take(self.kv.on_device(keep))
 
     def put_back(self) -> None:
         """The youngest request gives its slot and pages back, and waits to be computed again."""
@@ -371,6 +371,3 @@ class Engine:
         self.slots["number"][slots] = -1
         for slot in slots:
             self.running[slot] = None
-
-    def on_device(self, x: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x)).to(self.kv.k.device, non_blocking=True)

@@ -196,14 +196,18 @@ class PagedKV:
             .transpose(1, 2, 0)
             .reshape(len(layers), self.kept_in.shape[1] * len(pos))
         )
-        pos, cu_seqlens, table, place, n_key = (
-            torch.from_numpy(np.ascontiguousarray(x)).to(self.k.device, non_blocking=True)
-            for x in (pos, np.append(0, counts.cumsum()), table, place, row + 1)
+        pos, cu_seqlens, table, place, n_key = map(
+            self.on_device, (pos, np.append(0, counts.cumsum()), table, place, row + 1)
         )
         rows = Ragged(pos, cu_seqlens, 1 if len(pos) == len(seq) else None, None)
         q = self.k.new_empty(0, self.config.n_head, self.config.head_dim)
         mask = paged_mask(q, self.k, rows, n_key, table, self.attention)
         return PagedPass(self, tuple(layers.tolist()), place, mask)
+
+    def on_device(self, x: np.ndarray) -> Tensor:
+        # Pageable memory is safe to hand to CUDA and forget; other devices may read it too late.
+        x = torch.from_numpy(np.ascontiguousarray(x))
+        return x.to(self.k.device, non_blocking=self.k.is_cuda)
 
 
 def parts_of(config: ModelConfig, max_depth: int) -> tuple[np.ndarray, np.ndarray]:
