@@ -150,7 +150,15 @@ def test_generation_of_one_recursion_number(tiny, capsys):
     assert [row["model"] for row in rows] == names
 
 
-def test_generation_takes_the_depths_of_a_checkpoint(tiny, capsys, tmp_path):
+def test_generation_takes_the_depths_of_a_checkpoint(tiny, capsys, monkeypatch, tmp_path):
+    """And computes in the machine's dtype: rows of its cache take as many bytes as those of vanilla."""
+
+    class LikeGPU(bench_generate.Machine):
+        def __init__(self, device):
+            super().__init__(device)
+            self.dtype = "bfloat16"
+
+    monkeypatch.setattr(bench_generate, "Machine", LikeGPU)
     torch.manual_seed(0)
     model = bench.MoR(ModelConfig(**preset("mor-tiny", block_size=32, n_recursion=2)))
     torch.nn.init.zeros_(model.router[1].weight)  # scores of 0: the causal rule keeps every token
@@ -158,6 +166,7 @@ def test_generation_takes_the_depths_of_a_checkpoint(tiny, capsys, tmp_path):
     _, rows, closing = generated(capsys, f"--checkpoint={tmp_path}/c.pt", "--requests=8")
     assert [row["model"] for row in rows] == ["vanilla 14 layers", "checkpoint", "checkpoint"]
     assert [row["depth"] for row in rows] == ["1.00", "2.00", "2.00"]
+    assert rows[0]["cache"] == rows[1]["cache"]
     assert "drawn" not in " ".join(closing)
     command = ["generate", "--device=cpu", f"--checkpoint={tmp_path}/c.pt", "--tokens=17"]
     assert bench.main(command) == 2
