@@ -96,7 +96,7 @@ def serve(
 ) -> Outcome:
     """All requests through an engine. writes=False: keys and values are made, but not stored."""
     config, n_slot = engine.model.config, len(engine.slots)
-    engine.continuous, engine.gather = continuous, gather if continuous else n_slot
+    engine.continuous, engine.gather = continuous, gather
     engine.n_pass = engine.n_row = engine.n_put_back = 0
     engine.kv.least_free = engine.kv.n_free
     for number, n in enumerate(new_tokens):

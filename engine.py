@@ -118,7 +118,7 @@ class Engine:
             if not 1 <= value <= largest:
                 raise ValueError(f"{name}={value} must lie from 1 to {largest}.")
         self.model, self.encoding, self.max_len, self.chunk = model, encoding, max_len, chunk
-        self.continuous, self.gather = continuous, gather if continuous else max_batch
+        self.continuous, self.gather = continuous, gather
         self.kv = PagedKV(
             c, max_batch, max_len, max_depth, kv_bytes, weight.device, weight.dtype, attention
         )
@@ -204,7 +204,8 @@ class Engine:
         on_way = np.bincount(flight["slot"], minlength=len(self.slots))
         done = np.bincount(flight["slot"][flight["done"]], minlength=len(self.slots))
         ready = (on_way > 0) & (on_way == done)
-        if not ready.any() or (ready.sum() < self.gather and not flight["done"].all()):
+        gather = self.gather if self.continuous else len(self.slots)
+        if not ready.any() or (ready.sum() < gather and not flight["done"].all()):
             return []
         rows, slots, counts = self.by_slot(ready[flight["slot"]])
         row, s, last = flight[rows], self.slots[slots], counts.cumsum() - 1
