@@ -16,7 +16,7 @@ from model import MoR
 from modelconfig import ModelConfig
 from ragged import ragged_batch
 from sampling import SamplingParams, draw, probabilities, uniform
-from test_kvcache import CASES, KINDS, SMALL, random_model
+from test_kvcache import CASES, SMALL, random_model
 from tokenizer import get_encoding
 
 BYTES = get_encoding("bytes")
@@ -65,6 +65,12 @@ def check_greedy(model, events, request, max_depth=None) -> set[int]:
     return set(depths)
 
 
+def pool_bytes(model, max_len=None) -> int:
+    """The pool that one request of max_len tokens can need."""
+    kv = Engine(model, max_batch=1, max_len=max_len).kv
+    return kv.n_page * kv.page_bytes
+
+
 def random_requests(generator, n, longest=30):
     return [
         (
@@ -79,11 +85,11 @@ def random_requests(generator, n, longest=30):
 def test_greedy_equals_the_full_pass_whatever_shares_the_batch(kind, kv_mode):
     model, g = random_model(kind, kv_mode, 0), np.random.default_rng(len(kind) + len(kv_mode))
     requests, depths, n_put_back = random_requests(g, 7, 24), set(), 0
-    one = Engine(model, max_batch=1, max_len=max(len(t) + p.max_new_tokens for t, p in requests)).kv
+    longest = max(len(t) + p.max_new_tokens for t, p in requests)
     for given in (
         dict(max_batch=3, chunk=5, gather=2),
         dict(continuous=False),
-        dict(max_batch=6, chunk=7, kv_bytes=one.n_page * one.page_bytes),
+        dict(max_batch=6, chunk=7, kv_bytes=pool_bytes(model, longest)),
     ):
         engine = Engine(model, **given)
         for events, request in zip(run(engine, requests, g), requests):
@@ -99,9 +105,7 @@ def test_greedy_equals_the_full_pass_whatever_shares_the_batch(kind, kv_mode):
     "kind, kv_mode", [("expert_aux_loss", "recursion"), ("token_softmax", "shared")]
 )
 def test_the_kernels_generate_the_same(kind, kv_mode):
-    torch.manual_seed(0)
-    sizes = dict(n_head=2, n_kv_head=1, n_layer=5)
-    model = MoR(ModelConfig(**SMALL | KINDS[kind] | sizes, kv_mode=kv_mode)).eval()
+    model = random_model(kind, kv_mode, 0, n_head=2, n_kv_head=1, n_layer=5)
     requests = random_requests(np.random.default_rng(0), 3, 8)
     engine = Engine(model, max_batch=2, chunk=5, attention="triton")
     for events, request in zip(run(engine, requests), requests):
@@ -167,8 +171,7 @@ def test_a_long_load_is_answered_right_in_flat_memory():
         (g.integers(0, 61, g.integers(1, 12)).tolist(), SamplingParams(int(g.integers(1, 14)), 0))
         for _ in range(2000)
     ]
-    one = Engine(model, max_batch=1, max_len=24).kv
-    engine = Engine(model, max_batch=32, max_len=24, kv_bytes=5 * one.n_page * one.page_bytes)
+    engine = Engine(model, max_batch=32, max_len=24, kv_bytes=5 * pool_bytes(model, 24))
     pool = engine.kv.k.data_ptr(), engine.tokens.shape, engine.kv.table.shape
     got = run(engine, requests)
     assert engine.n_put_back > 20
@@ -272,12 +275,7 @@ def test_without_a_compiler_the_engine_goes_on(monkeypatch, capsys):
 
 
 def text_model(kind="expert_aux_loss") -> MoR:
-    torch.manual_seed(0)
-    model = MoR(ModelConfig(**SMALL | KINDS[kind] | {"vocab_size": 300})).eval()
-    for name, p in model.named_parameters():
-        if "router" in name:
-            torch.nn.init.normal_(p, std=1.0)
-    return model
+    return random_model(kind, "recursion", 0, vocab_size=300)
 
 
 def test_stop_tokens_and_texts_end_a_request_with_what_completes_them():
@@ -419,8 +417,7 @@ def test_tokens_that_are_done_wait_for_others():
 
 def test_the_youngest_is_put_back_and_the_first_come_are_first_served():
     model = random_model("vanilla", "recursion", 0)
-    one = Engine(model, max_batch=1).kv
-    engine = Engine(model, max_batch=4, kv_bytes=one.n_page * one.page_bytes)  # one long request
+    engine = Engine(model, max_batch=4, kv_bytes=pool_bytes(model))
     for t in range(6):
         engine.submit([t], SamplingParams(60, 0))
     ended = [event.request for event in engine.stream() if event.ends]
@@ -459,8 +456,7 @@ def test_impossible_engines_are_refused(given, says):
 )
 def test_impossible_requests_are_refused_and_harm_no_other(tokens, params, says):
     model = random_model("expert_aux_loss", "recursion", 0)
-    one = Engine(model, max_batch=1, max_len=48).kv
-    engine = Engine(model, kv_bytes=one.n_page * one.page_bytes)
+    engine = Engine(model, kv_bytes=pool_bytes(model, 48))
     greedy = SamplingParams(3, 0)
     engine.submit([3], greedy)
     with pytest.raises(ValueError, match=says):

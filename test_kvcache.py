@@ -45,10 +45,10 @@ CASES = [
 ]
 
 
-def random_model(kind: str, kv_mode: str, seed: int) -> MoR:
+def random_model(kind: str, kv_mode: str, seed: int, **sizes) -> MoR:
     """Router weights are large, so that every depth occurs."""
     torch.manual_seed(seed)
-    model = MoR(ModelConfig(**SMALL | KINDS[kind], kv_mode=kv_mode)).eval()
+    model = MoR(ModelConfig(**SMALL | KINDS[kind] | sizes, kv_mode=kv_mode)).eval()
     for name, p in model.named_parameters():
         if "router" in name:
             torch.nn.init.normal_(p, std=1.0)

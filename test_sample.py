@@ -21,8 +21,8 @@ import checkpoint
 import sample
 from model import MoR
 from modelconfig import ModelConfig
-from ragged import ragged_batch
 from sample import main, page, paint
+from test_engine import full_pass
 from text import pieces
 from tokenizer import get_encoding
 
@@ -59,18 +59,10 @@ class Scripted(MoR):
         return y
 
 
-@torch.no_grad()
-def full_pass(model, tokens, max_depth=None):
-    x, routed = model.hidden(
-        torch.tensor(tokens), ragged_batch(torch.tensor([0, len(tokens)])), max_depth=max_depth
-    )
-    return model.logits(x)[:, : BYTES.n_vocab], routed.depth.tolist()
-
-
-def naive_greedy(model, prompt, n, max_depth=None):
-    tokens = prompt or [END]
+def naive_greedy(model, prompt, n):
+    tokens = prompt
     for _ in range(n):
-        tokens = [*tokens, int(full_pass(model, tokens, max_depth)[0][-1].argmax())]
+        tokens = [*tokens, int(full_pass(model, tokens)[0][-1, : BYTES.n_vocab].argmax())]
         if tokens[-1] == END:
             break
     return tokens
@@ -222,8 +214,12 @@ def test_every_sample_has_a_seed_of_its_own_however_many_there_are():
 
 def test_goes_to_the_end_of_the_context_and_says_so(capsys, saved):
     assert main([f"--checkpoint={saved}", "--prompt=abcd", "--temperature=0"]) == 0
-    err = capsys.readouterr().err
-    assert err.startswith("note: a sample ends where the context of 64 tokens is full.\n61 tokens, ")
+    note = "note: a sample ends where the context of 64 tokens is full.\n"
+    assert capsys.readouterr().err.startswith(f"{note}61 tokens, ")
+    for n, noted in ((60, False), (61, False), (62, True)):
+        command = [f"--checkpoint={saved}", "--prompt=abcd", "--temperature=0", f"--max_new_tokens={n}"]
+        assert main(command) == 0
+        assert (note in capsys.readouterr().err) == noted
 
 
 @pytest.mark.parametrize(
