@@ -580,13 +580,14 @@ def paged_mask(
     size = DECODE_ROWS if single else tile_rows(q.dtype)
     q_tiles, last = cut(queries, size // (q.shape[1] // k_pages.shape[2]))
     q_tiles = q_tiles[n_key[last].argsort(descending=True)].int()
+    queries = queries._replace(cu_seqlens=queries.cu_seqlens.int())  # here, or every layer would
     return PagedMask(queries, n_key, page_table, q_tiles, size)
 
 
 def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, mask: PagedMask) -> Tensor:
     """Softmax attention of q (N, H, D) over keys in pages (n_page, page_size, Hkv, D): (N, H, D)."""
     if mask.q_tiles is not None:
-        cu_q = mask.queries.cu_seqlens.int()
+        cu_q = mask.queries.cu_seqlens
         return torch.ops.mor.paged_attention(
             q, k_pages, v_pages, mask.n_key, cu_q, mask.page_table, mask.q_tiles, mask.size
         )

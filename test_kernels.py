@@ -491,7 +491,7 @@ def test_the_paged_operators_keep_what_they_tell_torch():
     q, (k, v), k_pages, v_pages, table, place, queries, _ = random_pages(4, [1, 1], [20, 3], 8)
     mask = paged_mask(q, k_pages, ragged(queries), ragged(queries).pos + 1, table, "triton")
     torch.library.opcheck(torch.ops.mor.store_pages, (k, v, k_pages, v_pages, place, True))
-    told = mask.n_key, mask.queries.cu_seqlens.int(), mask.page_table, mask.q_tiles, mask.size
+    told = mask.n_key, mask.queries.cu_seqlens, mask.page_table, mask.q_tiles, mask.size
     torch.library.opcheck(torch.ops.mor.paged_attention, (q, k_pages, v_pages, *told))
 
 
