@@ -90,6 +90,7 @@ ROW = np.dtype([("slot", int), ("pos", int), ("step", int), ("done", bool)], ali
 class Engine:
     """Generates for many requests at once with a model in eval mode.
 
+    To compute in bfloat16, convert model.model: the routers beside it decide in float32.
     max_batch: requests that are computed at once. max_len: tokens of a request, prompt and all; by
     default the model's context. kv_bytes: size of the pool of keys and values; by default what max_batch
     requests of max_len tokens can need. chunk: prompt tokens that start in one step. gather: tokens that
