@@ -182,7 +182,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     generate.add_argument("--tokens", type=count, default=64, help="64 new tokens a request, on average")
     generate.add_argument("--requests", type=count, help="requests; by default twice the batch")
     generate.add_argument(
-        "--gather", type=share, default=0.0, help="0; share of the batch that is done before it leaves"
+        "--gather", type=share, default=0.0, help="0; share of the batch that waits to leave together"
     )
     generate.add_argument("--compile", action="store_true", help="compiled passes; on a GPU, graphs")
     generate.add_argument("--rounds", type=count, default=1, help="1 timed round")

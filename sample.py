@@ -112,7 +112,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.error = refuse
     add = parser.add_argument
     add("--checkpoint", type=Path, default=Path("out/checkpoint.pt"), help="out/checkpoint.pt")
-    add("--prompt", help="text to continue; none: from the start of a document")
+    add("--prompt", help="text to continue; none: what is piped in, or else a new document")
     add("--prompt_file", help="file with the text to continue; - is standard input")
     add("--num_samples", type=int, default=1, help="1; samples, generated in one batch")
     add("--max_new_tokens", type=int, default=256, help="256; 0: just read the prompt")
@@ -123,7 +123,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     add("--max_depth", type=int, default=0, help="most recursion steps of a token; 0: all")
     add("--device", default="auto", help="cpu, cuda, cuda:1, …; auto: the GPU if there is one")
-    add("--show_depth", action="store_true", help="colour tokens by depth (NO_COLOR=1: mark them)")
+    add("--show_depth", action="store_true", help="colour tokens by depth (NO_COLOR=1: write it as d³)")
     add("--html", type=Path, metavar="FILE", help="write the samples, coloured by depth, as a page")
     add("--interactive", action="store_true", help="continue one line after another, coloured by depth")
     add("--compare", type=Path, nargs=2, metavar=("A", "B"), help="two checkpoints, side by side")
