@@ -11,6 +11,7 @@ import collections
 import html
 import itertools
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -38,6 +39,7 @@ XTERM = (230, 222, 215, 209, 204, 170, 141)
 CSS = ("#ffffd7", "#ffd787", "#ffaf5f", "#ff875f", "#ff5f87", "#d75fd7", "#af87ff")
 # A control character out of a model could recolour the terminal or move its cursor: show its picture.
 VISIBLE = {c: 0x2400 + c for c in range(32) if chr(c) not in "\t\n"} | {127: 0x2421}
+ESCAPES = re.compile(r"\x1b\[[\d;]*m")  # the colours of `paint`
 VISIBLE |= dict.fromkeys(range(128, 160), 0xFFFD)
 
 
@@ -129,10 +131,12 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--compare", type=Path, nargs=2, metavar=("A", "B"), help="two checkpoints, side by side")
     a = parser.parse_args(argv)
     text = "".join([a.prompt or "", *a.stop])  # lone surrogates stand for bytes that are not UTF-8
+    prompted = a.prompt is not None or a.prompt_file is not None
     alone = sum(map(bool, (a.interactive, a.compare, a.html or a.num_samples > 1)))
     for fine, message in (
         (1 <= a.num_samples <= MOST, f"num_samples={a.num_samples} must lie from 1 to {MOST}."),
         (None in (a.prompt, a.prompt_file), "prompt and prompt_file are both given; give one of them."),
+        (not (a.interactive and prompted), "interactive asks for prompts itself; leave out the prompt."),
         (alone <= 1, "interactive, compare, and num_samples or html exclude each other; give one."),
         (text.encode(errors="ignore").decode() == text, "prompt or stop is not UTF-8; convert it."),
     ):
@@ -317,7 +321,7 @@ def compare(args: argparse.Namespace, text: str) -> int:
         for line in lines_of(sample, width):
             runs = itertools.groupby(line, lambda item: item[1])
             painted = "".join(paint("".join(c for c, _ in g), d, n_recursion) for d, g in runs)
-            cells.append((painted, sum(columns_of(c) for c, _ in line)))
+            cells.append((painted, columns_of(ESCAPES.sub("", painted))))
         cells.append(("", 0))
         counts = ", ".join(f"{d}: {n}" for d, n in depth_counts([sample], n_recursion).items())
         for fact in (*run.summary().replace("\n", ", ").split(", "), f"tokens by depth {counts}"):
@@ -325,6 +329,7 @@ def compare(args: argparse.Namespace, text: str) -> int:
                 (fact[i : i + width], len(fact[i : i + width])) for i in range(0, len(fact), width)
             ]
         columns.append(cells)
+    width = max(used for _, used in columns[0])  # exponents under NO_COLOR may have made it wider
     for (left, used), (right, _) in itertools.zip_longest(*columns, fillvalue=("", 0)):
         print(f"{left}{' ' * (width - used)} │ {right}".rstrip())
     return 0

@@ -244,7 +244,8 @@ def test_goes_to_the_end_of_the_context_and_says_so(capsys, saved):
         ("--max_new_tokens=-1", "max_new_tokens=-1"),
         ("--num_samples=0", "num_samples=0"),
         ("--num_samples=1000000000", "num_samples=1000000000"),
-        ("--interactive --num_samples=2", "exclude each other"),
+        ("--html=x --interactive", "leave out the prompt"),
+        ("--compare {damaged} {damaged} --num_samples=2", "exclude each other"),
         ("--compare {damaged} {damaged}", "damaged"),
         ("--device=meta", "device=meta"),
         ("--stop=", "stop"),
@@ -364,7 +365,9 @@ def test_two_checkpoints_stand_side_by_side(capsys, monkeypatch, tmp_path, saved
     flags = ["--prompt=if x:\n  y", "--temperature=0", "--max_new_tokens=30"]
     assert main(["--compare", str(saved), str(other), *flags]) == 0
     out = capsys.readouterr().out
-    columns = list(zip(*(line.ljust(43).split(" │ ") for line in out.splitlines())))
+    bars = {line.index("│") for line in out.splitlines()}
+    assert len(bars) == 1
+    columns = list(zip(*(line.ljust(min(bars) + 2).split("│ ") for line in out.splitlines())))
     for column, path, depths in zip(columns, (saved, other), ("123", "1")):
         text = "".join(column)
         assert str(path)[-30:] in text
