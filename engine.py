@@ -195,8 +195,9 @@ class Engine:
         """What tokens that are done, and new ones, wait for, then one pass of the shared block."""
         events = self.leave()
         self.admit()
-        self.enter()
-        self.pass_block()
+        for part in (self.enter, self.pass_block):
+            while not part():
+                self.put_back()
         return events
 
     def leave(self) -> list[Event]:
@@ -263,8 +264,11 @@ class Engine:
                 p.temperature, p.top_k, p.top_p, p.seed, stops,
             )  # fmt: skip
 
-    def enter(self) -> None:
-        """Embedding and first layer, for the tokens of slots that have none on their way."""
+    def enter(self) -> bool:
+        """Embedding and first layer, for the tokens of slots that have none on their way.
+
+        Like `pass_block`, it does nothing, and says so, where there are too few pages.
+        """
         s = self.slots
         idle = s["number"] >= 0
         idle[self.flight["slot"]] = False
@@ -276,10 +280,9 @@ class Engine:
         slots = np.flatnonzero(counts)
         counts = counts[slots]
         if len(slots) == 0:
-            return
+            return True
         if not self.kv.reserve(slots, counts):
-            self.put_back()
-            return self.enter()
+            return False
         new = np.zeros(counts.sum(), ROW)
         new["slot"] = slots.repeat(counts)
         new["pos"] = np.arange(len(new)) + (s["seen"][slots] + counts - counts.cumsum()).repeat(counts)
@@ -289,17 +292,17 @@ class Engine:
         s["seen"][slots] += counts
         self.state = self.state.join(state) if len(self.flight) else state
         self.flight = np.concatenate((self.flight, new))
+        return True
 
-    def pass_block(self) -> None:
+    def pass_block(self) -> bool:
         """The shared block, once, for all tokens that are not done, whatever their depth."""
         rows, slots, counts = self.by_slot(~self.flight["done"])
         if len(rows) == 0:
-            return
+            return True
         row = self.flight[rows]
         step = row["step"][counts.cumsum() - 1]  # tokens of a slot start together and stay so
         if self.kv.by_step and not self.kv.reserve(slots, counts, step):
-            self.put_back()
-            return self.pass_block()
+            return False
         passes, kv, fill = self.prepare(slots, counts, row["pos"], self.kv.in_step[0], step)
         state, done = passes.block(self.state.take(fill(rows)), fill(row["step"]), kv)
         self.state.put(self.kv.on_device(rows), state.take(slice(len(rows))))
@@ -307,6 +310,7 @@ class Engine:
         self.flight["done"][rows] = done[: len(rows)].cpu().numpy()
         self.n_pass += 1
         self.n_row += len(rows)
+        return True
 
     # ---- what the steps need ----
 

@@ -424,6 +424,18 @@ def test_the_youngest_is_put_back_and_the_first_come_are_first_served():
     assert ended == sorted(ended) and engine.n_put_back > 3
 
 
+def test_a_step_may_put_back_many():
+    """All want their second page at once, and half of them have to go."""
+    sizes = dict(n_layer=1, n_head=1, n_kv_head=1, n_embd=8, n_ffn=8)
+    model = random_model("vanilla", "recursion", 0, **sizes)
+    page_bytes = Engine(model, max_batch=1).kv.page_bytes
+    engine = Engine(model, max_batch=2400, max_len=20, kv_bytes=2400 * page_bytes, chunk=2400 * 16)
+    for _ in range(2400):
+        engine.submit([1] * 16, SamplingParams(2, 0))
+    assert sum(event.ends for event in engine.stream()) == 2400 and engine.n_put_back >= 1200
+    check_drained(engine)
+
+
 @pytest.mark.parametrize(
     "given, says",
     [
