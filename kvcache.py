@@ -163,9 +163,11 @@ class PagedKV:
         return True
 
     def release(self, seq: np.ndarray) -> None:
-        """Sequences seq (B,) are done: their pages are free at once."""
+        """Sequences seq (B,) are done: their pages are free at once, and hold no NaN for the next."""
         held = self.table[seq]
         pages = held[held > 0]
+        index = torch.from_numpy(pages).to(self.k.device, torch.long)
+        self.k[index] = self.v[index] = 0
         self.free[self.n_free : self.n_free + len(pages)] = pages
         self.n_free += len(pages)
         self.table[seq] = 0
@@ -190,6 +192,7 @@ class PagedKV:
         # A graph wants one width; torch.compile takes any but 1 for the same.
         width = self.table.shape[2] if self.k.is_cuda else max(2, number.max() + 1)
         table = self.table[seq[:, None], self.seen_in[made], :width].transpose(1, 0, 2)  # (L, B, P)
+        table = np.where(table > 0, table, table[..., :1])  # not page 0: even unseen, a NaN spreads
         page = self.table[seq[which, None, None], self.kept_in[made[which]], number[:, None, None]]
         place = (
             (page * PAGE_SIZE + slot[:, None, None])

@@ -159,6 +159,24 @@ def test_a_sample_depends_on_its_seed_alone(kind):
         assert draw(weights, torch.from_numpy(u)).tolist() == tokens[len(prompt) :]
 
 
+@pytest.mark.parametrize(
+    "kind, kv_mode", [("expert_first_step_partial", "recursion"), ("token_softmax", "shared_update")]
+)
+def test_a_request_that_overflows_harms_no_other(kind, kv_mode):
+    model, sick, well = random_model(kind, kv_mode, 0), [60] * 20, list(range(20))
+    params = SamplingParams(4, 0)
+    alone = Engine(model).generate([well], params)[0]
+
+    def overflow(module, given, x):
+        return x.masked_fill((given[0] == 60)[:, None], torch.inf)
+
+    model.model.embed_tokens.register_forward_hook(overflow)
+    engine = Engine(model, max_batch=2)
+    assert engine.generate([well, sick], params)[0] == alone
+    engine.generate([sick, sick], params)  # and now in pages that it has left
+    assert engine.generate([well, well], params) == [alone, alone]
+
+
 def test_a_long_load_is_answered_right_in_flat_memory():
     """2,000 requests through a pool that holds the longest about twice."""
     torch.manual_seed(0)
