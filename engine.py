@@ -129,6 +129,7 @@ class Engine:
         smaller = [2**i for i in range(20) if 2**i < max_batch] if weight.is_cuda else []
         self.sizes = [*smaller, max_batch]
         self.waiting: collections.deque[Request] = collections.deque()
+        self.unread: collections.deque[Event] = collections.deque()  # of a step, while `stream` rests
         self.n_submitted = self.n_put_back = 0
         self.running: list[Request | None] = [None] * max_batch
         self.slots = np.zeros(max_batch, SLOT)
@@ -174,9 +175,11 @@ class Engine:
         return bool(self.waiting) or any(self.running)
 
     def stream(self) -> Iterator[Event]:
-        """The events of all requests, until all have ended."""
-        while self.busy():
-            yield from self.step()
+        """The events of all requests, until all have ended; who leaves early may go on with another."""
+        while self.busy() or self.unread:
+            self.unread.extend([] if self.unread else self.step())
+            while self.unread:
+                yield self.unread.popleft()
 
     def generate(
         self, prompts: Iterable[list[int]], params: SamplingParams = DEFAULT

@@ -358,6 +358,18 @@ def test_the_context_bounds_what_is_generated():
     ] == [10, 1]
 
 
+def test_a_stream_left_early_goes_on_where_it_was():
+    engine = Engine(random_model("expert_aux_loss", "recursion", 0))
+    requests = [([t, t], SamplingParams(3, 0)) for t in range(4)]
+    for request in requests:
+        engine.submit(*request)
+    events = collections.defaultdict(list)
+    while event := next(engine.stream(), None):
+        events[event.request].append(event)
+    for number, request in enumerate(requests):
+        check_greedy(engine.model, events[number], request)
+
+
 def test_no_new_tokens_reads_the_prompts_alone():
     model = text_model("token_softmax")
     prompts = [[5, 6, 7], [8]]
