@@ -118,6 +118,10 @@ class Engine:
         ):
             if not 1 <= value <= largest:
                 raise ValueError(f"{name}={value} must lie from 1 to {largest}.")
+        if encoding is not None and encoding.n_vocab > c.vocab_size:
+            raise ValueError(
+                f"the model knows {c.vocab_size} of the encoding's {encoding.n_vocab} tokens."
+            )
         self.model, self.encoding, self.max_len, self.chunk = model, encoding, max_len, chunk
         self.continuous, self.gather = continuous, gather
         self.kv = PagedKV(

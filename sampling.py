@@ -40,6 +40,7 @@ class SamplingParams:
             ),
             (0 < self.top_p <= 1, f"top_p={self.top_p} must lie above 0 and up to 1 (off)."),
             (0 <= self.seed <= LARGEST_SEED, f"seed={self.seed} must lie from 0 to {LARGEST_SEED}."),
+            (not isinstance(self.stop, str), "stop is one text; give a tuple of texts."),
             ("" not in self.stop, "stop is an empty text, which stands everywhere; leave it out."),
         ):
             if not fine:

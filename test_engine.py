@@ -474,6 +474,7 @@ def test_a_step_may_put_back_many():
         (dict(chunk=0), "chunk=0"),
         (dict(gather=0), "gather=0"),
         (dict(max_depth=4), "max_depth=4 must lie from 1 to 3"),
+        (dict(encoding=BYTES), "knows 61 of the encoding's 257 tokens"),
     ],
 )
 def test_impossible_engines_are_refused(given, says):

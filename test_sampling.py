@@ -123,6 +123,7 @@ def test_noise_is_even_and_differs_between_seeds_and_counts():
         (dict(seed=-1), "seed=-1"),
         (dict(seed=2**64), "seed=18446744073709551616"),
         (dict(stop=("a", "")), "stop is an empty text"),
+        (dict(stop="ab"), "stop is one text"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(asked, says):
