@@ -311,16 +311,15 @@ def columns_of(text: str) -> int:
 def compare(args: argparse.Namespace, text: str) -> int:
     """The same prompt through two checkpoints, in columns, with depths, speed and bytes below."""
     width = max(20, (shutil.get_terminal_size((100, 24)).columns - 3) // 2)
-    columns = []
-    for path in args.compare:
-        _, model, encoding = checkpoint.load_trained(path, pick_device(args.device))
-        run = Run(args, model, encoding, text)
+    columns, device = [], pick_device(args.device)
+    runs = [Run(args, *checkpoint.load_trained(path, device)[1:], text) for path in args.compare]
+    for path, run in zip(args.compare, runs):
         collections.deque(run.arriving(), maxlen=0)
-        sample, n_recursion = list(run.pieces(run.events[0])), model.config.n_recursion
+        sample, n_recursion = list(run.pieces(run.events[0])), run.config.n_recursion
         cells = [(str(path)[-width:], columns_of(str(path)[-width:])), ("", 0)]
         for line in lines_of(sample, width):
-            runs = itertools.groupby(line, lambda item: item[1])
-            painted = "".join(paint("".join(c for c, _ in g), d, n_recursion) for d, g in runs)
+            alike = itertools.groupby(line, lambda item: item[1])
+            painted = "".join(paint("".join(c for c, _ in g), d, n_recursion) for d, g in alike)
             cells.append((painted, columns_of(ESCAPES.sub("", painted))))
         cells.append(("", 0))
         counts = ", ".join(f"{d}: {n}" for d, n in depth_counts([sample], n_recursion).items())

@@ -379,6 +379,15 @@ def test_two_checkpoints_stand_side_by_side(capsys, monkeypatch, tmp_path, saved
         assert all(f"{d}: {got.count(int(d))}" in joined for d in depths)
 
 
+def test_nothing_is_generated_before_both_checkpoints_are_checked(capsys, monkeypatch, tmp_path, saved):
+    other = tmp_path / "short.pt"
+    checkpoint.save(other, MoR(ModelConfig(**SIZES | {"block_size": 8})), encoding="bytes", step=0)
+    monkeypatch.setattr(sample.Engine, "step", lambda engine: pytest.fail("it generates"))
+    for second, says in ((tmp_path / "none.pt", "no such"), (other, "exceeds the context of 8")):
+        assert main(["--compare", str(saved), str(second), "--prompt=a long prompt"]) == 2
+        assert says in capsys.readouterr().err
+
+
 def test_a_closed_pipe_is_no_error(endless):
     process = start(endless, "--prompt=ab", "--temperature=0", "--max_new_tokens=90000")
     assert process.stdout.read(2) == b"ab"
