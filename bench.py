@@ -19,10 +19,12 @@ import router as routing
 from bench_generate import bench_generate
 from bench_gpu import SECTIONS, bench_gpu
 from bench_kernels import bench_kernels
+from engine import out_of_memory
 from flops import exact_flops, parameters, short
 from measure import Machine, print_table
 from model import MoR
 from modelconfig import SIZES, ModelConfig, preset
+from settings import silence
 
 TRAINED = {  # rows of `bench.py train`; every ratio is to the first
     "vanilla": ("vanilla", {}),
@@ -210,9 +212,25 @@ def main(argv: list[str]) -> int:
     try:
         args = read_arguments(argv)
         args.run(args)
+        sys.stdout.flush()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        silence(sys.stdout)  # or Python complains at exit
+        return 141
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        print("error: there is too little memory; give smaller sizes.", file=sys.stderr)
+        return 2
+    except OSError as error:
+        place = error.filename or "the output"
+        print(f"error: {place} cannot be used: {error.strerror}.", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -8,6 +8,7 @@ of one call; the time is that of the engine's steps, with all that they do.
 
 import argparse
 import collections
+import importlib.util
 import itertools
 import statistics
 from collections.abc import Callable
@@ -192,10 +193,8 @@ def linear_seconds(model: MoR, batch: int, machine: Machine) -> float:
 @torch.no_grad()
 def transformers_speed(config: ModelConfig, batch: int, tokens: int, machine: Machine) -> float:
     """Tokens/s of the transformers library's greedy generation by a Llama of the same size."""
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        raise ValueError("--transformers needs that library; run: pip install transformers.") from None
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(SEED)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -234,6 +233,8 @@ def make_engines(args: argparse.Namespace, machine: Machine) -> dict[Case, Engin
 def bench_generate(args: argparse.Namespace) -> None:
     """Throughput of vanilla, recursive and MoR models on one engine, static and continuous."""
     machine = Machine(args.device)
+    if args.transformers and importlib.util.find_spec("transformers") is None:
+        raise ValueError("--transformers needs that library; run: pip install transformers.")
     if args.checkpoint:
         _, args.trained, _ = checkpoint.load_trained(args.checkpoint, machine.device)
         args.trained.model.to(getattr(torch, machine.dtype))  # routers stay as exact as in training
