@@ -225,29 +225,40 @@ class Engine:
         logits = passes.leave(x, fill(last), kv)[self.kv.on_device(np.flatnonzero(grows))]
         self.drop(rows)
 
-        ends = np.zeros(len(rows), bool)
-        ends[last] = read_all & ~grows
+        no_more = read_all & ~grows  # of requests that ask for no new token
+        events = self.tell(row, slots, counts, no_more)
+        grown = slots[grows]
+        new = self.choose(logits, grown)
+        ended = self.append(grown, new)
+        last_tokens = zip(self.slots["number"][grown[ended]].tolist(), new[ended].tolist())
+        events += [Event(number, token, None, True) for number, token in last_tokens]
+        self.vacate(np.concatenate((grown[ended], slots[no_more])))
+        return events
+
+    def tell(
+        self, row: np.ndarray, slots: np.ndarray, counts: np.ndarray, ending: np.ndarray
+    ) -> list[Event]:
+        """Events of tokens just read, counts (B,) of slots (B,); not of those told before a put-back."""
+        s, last = self.slots[slots], counts.cumsum() - 1
+        ends = np.zeros(len(row), bool)
+        ends[last] = ending
         depth = row["step"] * self.kv.steps_per_pass
         which = np.flatnonzero(row["pos"] >= s["told"].repeat(counts))
         columns = s["number"].repeat(counts), self.tokens[row["slot"], row["pos"]], depth, ends
-        events = [Event(*values) for values in zip(*(c[which].tolist() for c in columns))]
         self.slots["told"][slots] = np.maximum(s["told"], row["pos"][last] + 1)
+        return [Event(*values) for values in zip(*(c[which].tolist() for c in columns))]
 
-        grown, at = slots[grows], s["length"][grows]
-        new = self.choose(logits, grown)
-        self.tokens[grown, at] = new
-        self.slots["length"][grown] += 1
-        ended = at + 1 == s["limit"][grows]
+    def append(self, slots: np.ndarray, new: np.ndarray) -> np.ndarray:
+        """Adds new tokens (B,) to slots (B,); whether each ends its request, (B,) bool."""
+        self.tokens[slots, self.slots["length"][slots]] = new
+        self.slots["length"][slots] += 1
+        s = self.slots[slots]
+        ended = s["length"] == s["limit"]
         if self.encoding is not None:
             ended |= new == self.encoding.eot_token
-        for i in np.flatnonzero(s["stops"][grows]):
-            ended[i] |= self.stops(self.running[grown[i]], int(new[i]))
-        numbers = s["number"][grows]
-        events += [
-            Event(n, token, None, True) for n, token in zip(numbers[ended].tolist(), new[ended].tolist())
-        ]
-        self.vacate(np.concatenate((grown[ended], slots[read_all & ~grows])))
-        return events
+        for i in np.flatnonzero(s["stops"]):
+            ended[i] |= self.stops(self.running[slots[i]], int(new[i]))
+        return ended
 
     def admit(self) -> None:
         """Requests from the queue take free slots while there are pages for all that is to be read."""
