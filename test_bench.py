@@ -126,7 +126,7 @@ def generated(capsys, *options: str) -> tuple[list[str], list[dict[str, str]], l
 
 
 def test_generation_in_equal_batches_and_equal_memory(tiny, capsys):
-    _, rows, closing = generated(capsys, "--requests=30")
+    _, rows, closing = generated(capsys, "--requests=14")
     assert [(row["model"], row["batch"]) for row in rows] == [
         ("vanilla 14 layers", "6"), ("recursive R=3", "6"), ("MoR R=2", "6"), ("MoR R=3", "6"),
         ("MoR R=4", "6"), ("MoR R=2", "8"), ("MoR R=3", "9"), ("MoR R=4", "9"),
@@ -137,7 +137,7 @@ def test_generation_in_equal_batches_and_equal_memory(tiny, capsys):
             assert float(row["ratio"]) == pytest.approx(over / implied, abs=0.02)
         if row["model"].startswith("MoR"):  # drawn depths follow the capacities 1, (R-1)/R, …
             r = int(row["model"][-1])
-            assert float(row["depth"]) == pytest.approx((r + 1) / 2, rel=0.1)
+            assert float(row["depth"]) == pytest.approx((r + 1) / 2, rel=0.15)
             assert implied > 1.1
     assert rows[0]["over vanilla"] == rows[0]["implied"] == rows[1]["implied"] == "1.00x"
     assert "depths are drawn" in " ".join(closing)
