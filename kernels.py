@@ -629,16 +629,12 @@ def store_pages(
     k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, place: Tensor, mask: PagedMask
 ) -> None:
     """Writes new keys and values (N, Hkv, D) into pages; place (N,) is page * page_size + slot."""
-    by_triton = mask.q_tiles is not None
-    if by_triton or torch.compiler.is_compiling():  # which copies all pages unless an operator writes
-        torch.ops.mor.store_pages(k, v, k_pages, v_pages, place, by_triton)
-    else:
-        store_by_torch(k, v, k_pages, v_pages, place)
-
-
-def store_by_torch(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, place: Tensor) -> None:
-    k_pages.view(-1, *k.shape[1:])[place] = k.to(k_pages.dtype)
-    v_pages.view(-1, *v.shape[1:])[place] = v.to(v_pages.dtype)
+    if mask.q_tiles is not None:
+        return torch.ops.mor.store_pages(k, v, k_pages, v_pages, place)
+    # Through a view of the pages, a compiled pass would copy them all.
+    page, slot = place // k_pages.shape[1], place % k_pages.shape[1]
+    k_pages[page, slot] = k.to(k_pages.dtype)
+    v_pages[page, slot] = v.to(v_pages.dtype)
 
 
 @jit(do_not_specialize=["n_row", "table_width"])  # they change as a batch does
@@ -743,11 +739,7 @@ def store_kernel(K, V, K_PAGES, V_PAGES, PLACE, WIDTH: constexpr, BLOCK: constex
 
 
 @torch.library.custom_op("mor::store_pages", mutates_args=("k_pages", "v_pages"))
-def store_pages_op(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, place: Tensor, by_triton: bool
-) -> None:  # fmt: skip
-    if not by_triton:
-        return store_by_torch(k, v, k_pages, v_pages, place)
+def store_pages_op(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, place: Tensor) -> None:
     check_pages(k_pages, v_pages)
     k, v, place = k.contiguous(), v.contiguous(), place.contiguous()
     width = k.shape[1] * k.shape[2]
@@ -757,5 +749,5 @@ def store_pages_op(
 
 
 @store_pages_op.register_fake
-def _(k, v, k_pages, v_pages, place, by_triton):
+def _(k, v, k_pages, v_pages, place):
     return None

@@ -119,10 +119,12 @@ def compiled(function: Callable) -> Callable:
     """A pass that torch.compile makes anew for every number of rows, its weights packed beforehand.
 
     PyTorch packs the weights of a linear layer in every call, which for a few rows takes longest;
-    `freezing` makes constants of them, and packs them once.
+    `freezing` makes constants of them, and packs them once. For a few rows the calls of the kernels
+    count as well: matrices of one input become one, and C++ makes the calls.
     """
-    # Read while tracing, so an option of torch.compile would come too late.
-    torch._inductor.config.freezing = True
+    # Read while tracing, so options of torch.compile would come too late.
+    inductor = torch._inductor.config
+    inductor.freezing = inductor.cpp.enable_concat_linear = inductor.cpp_wrapper = True
     torch._dynamo.config.recompile_limit = 64  # one for every number of rows of every engine
     fast = torch.compile(function, dynamic=False)
 

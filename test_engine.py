@@ -217,7 +217,7 @@ def check_fixed(kind, kv_mode, sizes):
     model, g = random_model(kind, kv_mode, 0), np.random.default_rng(0)
     requests = random_requests(g, 8, 20)
     engine = Engine(model, max_batch=6, chunk=8, compile=True)
-    engine.sizes = sizes
+    engine.sizes = engine.block_sizes = sizes
     for events, request in zip(run(engine, requests, g), requests):
         check_greedy(model, events, request)
 
