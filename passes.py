@@ -69,11 +69,12 @@ class Passes:
         y = self.model.run(self.shared_block, x, kv.mask.queries, kv)
         done = step + 1 == self.n_step
         if c.routing == "none":
-            return tokens._replace(x=y), done
+            return Tokens(y, None, None, None), done
         if c.routing == "token":
             done = step + 1 == tokens.depth
             out = tokens.base + (tokens.gate[:, None] * y).to(x.dtype)
-            return tokens._replace(x=torch.where(done[:, None], out, y)), done
+            x = torch.where(done[:, None], out, y)
+            return Tokens(x, tokens.gate, tokens.base, tokens.depth), done
         x = x + (tokens.gate[:, None] * y).to(x.dtype)
         gate, goes_on = self.score(x, kv.mask.queries.pos, step + 1)
         return Tokens(x, gate, None, None), done | ~goes_on
