@@ -68,6 +68,7 @@ class Outcome(NamedTuple):
     active: list[float]  # share of the tokens that took each step
     n_pass: int  # of the shared block
     occupancy: float  # mean share of the batch in a pass of the shared block
+    weights: float  # bytes of weights read for a token
     cache: int  # bytes in use when they were most
     n_put_back: int
 
@@ -98,7 +99,8 @@ def serve(
     """All requests through an engine. writes=False: keys and values are made, but not stored."""
     config, n_slot = engine.model.config, len(engine.slots)
     engine.continuous, engine.gather = continuous, gather
-    engine.n_pass = engine.n_row = engine.n_put_back = 0
+    engine.ran.clear()
+    engine.n_put_back = 0
     engine.kv.least_free = engine.kv.n_free
     for number, n in enumerate(new_tokens):
         engine.submit([number % config.vocab_size], SamplingParams(n, temperature=0))
@@ -114,15 +116,31 @@ def serve(
         sum(n for depth, n in depths.items() if depth > r) / depths.total()
         for r in range(config.n_recursion)
     ]
-    occupancy = engine.n_row / engine.n_pass / n_slot
+    ran = engine.ran
     return Outcome(
         seconds,
         sum(new_tokens),
         active,
-        engine.n_pass,
-        occupancy,
+        ran["block"],
+        ran["rows"] / ran["block"] / n_slot,
+        weights_read(engine) / sum(new_tokens),
         engine.kv.most_bytes(),
         engine.n_put_back,
+    )
+
+
+def weights_read(engine: Engine) -> int:
+    """Bytes of the weights that the passes of an engine have read so far, the head's among them."""
+    model, passes = engine.model.model, engine.passes
+
+    def size(layers: list[int]) -> int:
+        physical = [model.layers[engine.model.config.plan[n]] for n in layers]
+        return sum(weight.nbytes for layer in physical for weight in layer.parameters())
+
+    return (
+        engine.ran["enter"] * size(passes.first)
+        + engine.ran["block"] * size(passes.shared_block)
+        + engine.ran["leave"] * (size(passes.last) + model.embed_tokens.weight.nbytes)
     )
 
 
@@ -181,19 +199,27 @@ def peaks(machine: Machine) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def linear_seconds(model: MoR, batch: int, machine: Machine) -> float:
-    """Seconds of the matrices of one forward pass alone, in PyTorch, for a row of every request."""
-    unrolled = [model.model.layers[physical] for physical in model.config.plan]
-    weights = [m.weight for layer in unrolled for m in layer.modules() if isinstance(m, nn.Linear)]
-    weights.append(model.model.embed_tokens.weight)
-    x = {w.shape[1]: torch.ones(batch, w.shape[1], device=w.device, dtype=w.dtype) for w in weights}
-    return fastest(machine, lambda: [F.linear(x[w.shape[1]], w) for w in weights])
+def linear_seconds(engine: Engine, machine: Machine) -> float:
+    """Seconds of the matrices of one forward pass alone, in PyTorch, for a row of every request; where
+    an engine's passes are compiled, so are these."""
+    model, batch = engine.model.model, len(engine.slots)
+    unrolled = [model.layers[physical] for physical in engine.model.config.plan]
+    linear = [m for layer in unrolled for m in layer.modules() if isinstance(m, nn.Linear)]
+    head = model.embed_tokens.weight
+    x = {n: torch.ones(batch, n).to(head) for n in {m.in_features for m in linear}}
+
+    def products():
+        return [m(x[m.in_features]) for m in linear], F.linear(x[head.shape[1]], head)
+
+    # One input for all would make one matrix of all.
+    with torch._inductor.config.patch({"cpp.enable_concat_linear": False}):
+        return fastest(machine, torch.compile(products) if engine.fast else products)
 
 
 @torch.no_grad()
 def beside_transformers(engine: Engine, tokens: int, machine: Machine) -> tuple[float, float]:
-    """Tokens/s of one full batch, greedily, and how many times those of the transformers library, by a
-    Llama of the same size: medians of three turns."""
+    """Seconds of a token of every request in one full batch, greedily: here, and how many times as many
+    by the transformers library with a Llama of the same size; medians of three turns."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config, batch = engine.model.config, len(engine.slots)
@@ -211,10 +237,10 @@ def beside_transformers(engine: Engine, tokens: int, machine: Machine) -> tuple[
     ours, ratios = [], []
     for _ in range(3):
         start = machine.clock()
-        made = model.generate(ids, max_new_tokens=tokens, **given)
-        theirs = (made.numel() - batch) / (machine.clock() - start)
-        ours.append(serve(engine, [tokens] * batch, machine, gather=1).speed)
-        ratios.append(ours[-1] / theirs)
+        model.generate(ids, max_new_tokens=tokens, **given)
+        theirs = (machine.clock() - start) / tokens
+        ours.append(serve(engine, [tokens] * batch, machine, gather=1).seconds / tokens)
+        ratios.append(theirs / ours[-1])
     return statistics.median(ours), statistics.median(ratios)
 
 
@@ -274,10 +300,11 @@ def bench_generate(args: argparse.Namespace) -> None:
     for case in engines:
         base, last = vanilla.get(baseline(case.config)), outcomes[case, "continuous"][-1]
         speed = {way: statistics.median(o.speed for o in outcomes[case, way]) for way in ways}
-        ratio, promised = 1.0, 1.0
+        ratio, promised, reads = 1.0, 1.0, 1.0
         if case is not base:
             ratio = median_ratio((case, "continuous"), (base, "continuous"))
             promised = implied(case.config, last.active, args.tokens)
+            reads = outcomes[base, "continuous"][-1].weights / last.weights
         rows.append(
             [
                 case.name,
@@ -289,16 +316,18 @@ def bench_generate(args: argparse.Namespace) -> None:
                 f"{last.n_put_back}",
                 f"{median_ratio((case, 'continuous'), (case, 'static')):.2f}x",
                 f"{ratio:.2f}x",
+                f"{reads:.2f}x",
                 f"{promised:.2f}x",
                 f"{ratio / promised:.2f}" if case.equal == "batch" else "–",
             ]
         )
     heads = ["model", "batch", *ways, "depth", "occupied", "cache", "put back", "over static"]
-    print_table([*heads, "over vanilla", "implied", "ratio"], rows)
+    print_table([*heads, "over vanilla", "by weights", "implied", "ratio"], rows)
     print(
-        "Tokens/s. Over vanilla: continuous, to the vanilla model of the same unrolled depth; implied:\n"
-        "by exact FLOPs, at these depths. Rows of a larger batch have the vanilla model's pool of keys\n"
-        "and values. Occupied: the share of the batch in a pass of the shared block."
+        "Tokens/s. Over vanilla: continuous, to the vanilla model of the same unrolled depth. By weights:\n"
+        "as if bytes of weights read were all that counts; implied: by exact FLOPs, at these depths.\n"
+        "Rows of a larger batch have the vanilla model's pool of keys and values. Occupied: the share of\n"
+        "the batch in a pass of the shared block."
     )
     if not args.checkpoint:
         print("Random weights: depths are drawn, token by token, to follow the capacities.")
@@ -307,12 +336,15 @@ def bench_generate(args: argparse.Namespace) -> None:
         config = replace(case.config, block_size=args.tokens)
         n_byte = sum(parameters(config)) * getattr(torch, machine.dtype).itemsize
         least = max(n_byte / bandwidth, case.batch * exact_flops(config) / rate)
-        linear = linear_seconds(engines[case].model, case.batch, machine)
+        linear = linear_seconds(engines[case], machine)
         taken = statistics.median(o.seconds / o.n_pass for o in outcomes[case, "continuous"])
         print(
             f"{name}: a pass takes {1e3 * taken:.0f} ms, its matrices alone {1e3 * linear:.0f}, "
             f"the floor {1e3 * least:.0f}"
         )
         if args.transformers:
-            speed, ratio = beside_transformers(engines[case], args.tokens, machine)
-            print(f"{name}: a full batch at {speed:.1f} tokens/s, {ratio:.2f} times transformers")
+            taken, ratio = beside_transformers(engines[case], args.tokens, machine)
+            print(
+                f"{name}: a full batch at {case.batch / taken:.1f} tokens/s, {ratio:.2f} times "
+                f"transformers; the floor would be {ratio * taken / least:.2f} times"
+            )

@@ -147,7 +147,7 @@ class Engine:
         self.tokens = np.zeros((max_batch, max_len + 1), int)
         self.flight = np.zeros(0, ROW)  # tokens on their way,
         self.state: Tokens | None = None  # … and what the passes keep of each
-        self.n_pass = self.n_row = 0  # passes of the shared block so far, and tokens in them
+        self.ran = collections.Counter()  # passes so far by name, and tokens in those of the block
         if encoding is not None:
             self.usable = torch.from_numpy(usable_ids(encoding)).to(weight.device)
 
@@ -227,6 +227,7 @@ class Engine:
         read_all = s["seen"] == s["length"]
         grows = read_all & (s["length"] < s["limit"])
         passes, kv, fill = self.prepare(slots, counts, row["pos"], self.kv.outer[1:])
+        self.ran.update(leave=1)
         logits = passes.leave(self.state.x[fill(rows)], fill(last[grows]), kv)[: grows.sum()]
         self.drop(rows)
 
@@ -310,6 +311,7 @@ class Engine:
         new["slot"] = slots.repeat(counts)
         new["pos"] = np.arange(len(new)) + (s["seen"][slots] + counts - counts.cumsum()).repeat(counts)
         passes, kv, fill = self.prepare(slots, counts, new["pos"], self.kv.outer[:1])
+        self.ran.update(enter=1)
         state, done = passes.enter(fill(self.tokens[new["slot"], new["pos"]]), kv)
         state, new["done"] = state.take(slice(len(new))), done[: len(new)].cpu().numpy()
         s["seen"][slots] += counts
@@ -331,8 +333,7 @@ class Engine:
         self.state.put(self.kv.on_device(rows), state.take(slice(len(rows))))
         self.flight["step"][rows] += 1
         self.flight["done"][rows] = done[: len(rows)].cpu().numpy()
-        self.n_pass += 1
-        self.n_row += len(rows)
+        self.ran.update(block=1, rows=len(rows))
         return True
 
     # ---- what the steps need ----

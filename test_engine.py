@@ -422,8 +422,8 @@ def test_continuous_batching_needs_fewer_passes_and_static_waits():
     for continuous in (True, False):
         engine = Engine(model, max_batch=6, continuous=continuous)
         run(engine, requests)
-        passes[continuous] = engine.n_pass
-        n_row = engine.n_row
+        passes[continuous] = engine.ran["block"]
+        n_row = engine.ran["rows"]
     n_new = sum(p.max_new_tokens for _, p in requests)
     assert n_new < n_row < 3 * n_new  # tokens take from 1 to 3 steps
     assert passes[True] < 0.7 * passes[False]
