@@ -324,10 +324,10 @@ def bench_generate(args: argparse.Namespace) -> None:
     heads = ["model", "batch", *ways, "depth", "occupied", "cache", "put back", "over static"]
     print_table([*heads, "over vanilla", "by weights", "implied", "ratio"], rows)
     print(
-        "Tokens/s. Over vanilla: continuous, to the vanilla model of the same unrolled depth. By weights:\n"
-        "as if bytes of weights read were all that counts; implied: by exact FLOPs, at these depths.\n"
-        "Rows of a larger batch have the vanilla model's pool of keys and values. Occupied: the share of\n"
-        "the batch in a pass of the shared block."
+        "Tokens/s. Over vanilla: continuous, to the vanilla model of the same unrolled depth. By\n"
+        "weights: as if reading them were all that takes time; implied: by exact FLOPs, at these depths.\n"
+        "Rows of a larger batch have the vanilla model's pool of keys and values. Occupied: the share\n"
+        "of the batch in a pass of the shared block."
     )
     if not args.checkpoint:
         print("Random weights: depths are drawn, token by token, to follow the capacities.")
