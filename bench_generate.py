@@ -325,7 +325,7 @@ def bench_generate(args: argparse.Namespace) -> None:
     print_table([*heads, "over vanilla", "by weights", "implied", "ratio"], rows)
     print(
         "Tokens/s. Over vanilla: continuous, to the vanilla model of the same unrolled depth. By\n"
-        "weights: as if reading them were all that takes time; implied: by exact FLOPs, at these depths.\n"
+        "weights: as if reading them took all the time; implied: by exact FLOPs, at these depths.\n"
         "Rows of a larger batch have the vanilla model's pool of keys and values. Occupied: the share\n"
         "of the batch in a pass of the shared block."
     )
