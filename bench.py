@@ -19,12 +19,11 @@ import router as routing
 from bench_generate import bench_generate
 from bench_gpu import SECTIONS, bench_gpu
 from bench_kernels import bench_kernels
-from engine import out_of_memory
+from command import exit_status
 from flops import exact_flops, parameters, short
 from measure import Machine, print_table
 from model import MoR
 from modelconfig import SIZES, ModelConfig, preset
-from settings import silence
 
 TRAINED = {  # rows of `bench.py train`; every ratio is to the first
     "vanilla": ("vanilla", {}),
@@ -184,7 +183,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     generate.add_argument("--tokens", type=count, default=64, help="64 new tokens a request, on average")
     generate.add_argument("--requests", type=count, help="requests; by default twice the batch")
     generate.add_argument(
-        "--gather", type=share, default=0.0, help="0; share of the batch that waits to leave together"
+        "--gather", type=share, default=0.5, help="0.5; share of the batch that leaves together"
     )
     generate.add_argument("--compile", action="store_true", help="compiled passes; on a GPU, graphs")
     generate.add_argument("--rounds", type=count, default=1, help="1 timed round")
@@ -209,29 +208,11 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    try:
+    def work() -> None:
         args = read_arguments(argv)
         args.run(args)
-        sys.stdout.flush()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted.", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        silence(sys.stdout)  # or Python complains at exit
-        return 141
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        print("error: there is too little memory; give smaller sizes.", file=sys.stderr)
-        return 2
-    except OSError as error:
-        place = error.filename or "the output"
-        print(f"error: {place} cannot be used: {error.strerror}.", file=sys.stderr)
-        return 1
-    return 0
+
+    return exit_status(work, smaller="size")
 
 
 if __name__ == "__main__":

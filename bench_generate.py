@@ -94,7 +94,7 @@ def lengths(n: int, mean: int) -> list[int]:
 
 
 def serve(
-    engine: Engine, new_tokens: list[int], machine: Machine, gather: int, continuous=True, writes=True
+    engine: Engine, new_tokens: list[int], machine: Machine, gather=0.5, continuous=True, writes=True
 ) -> Outcome:
     """All requests through an engine. writes=False: keys and values are made, but not stored."""
     config, n_slot = engine.model.config, len(engine.slots)
@@ -239,7 +239,7 @@ def beside_transformers(engine: Engine, tokens: int, machine: Machine) -> tuple[
         start = machine.clock()
         model.generate(ids, max_new_tokens=tokens, **given)
         theirs = (machine.clock() - start) / tokens
-        ours.append(serve(engine, [tokens] * batch, machine, gather=1).seconds / tokens)
+        ours.append(serve(engine, [tokens] * batch, machine).seconds / tokens)
         ratios.append(theirs / ours[-1])
     return statistics.median(ours), statistics.median(ratios)
 
@@ -259,7 +259,7 @@ def make_engines(args: argparse.Namespace, machine: Machine) -> dict[Case, Engin
             models[case.name], max_batch=case.batch, max_len=2 * args.tokens, kv_bytes=kv_bytes,
             compile=args.compile,
         )  # fmt: skip
-        serve(engine, [4] * 2 * case.batch, machine, gather=1)
+        serve(engine, [4] * 2 * case.batch, machine)
     return engines
 
 
@@ -288,8 +288,7 @@ def bench_generate(args: argparse.Namespace) -> None:
     with tqdm(total=args.rounds * len(engines) * len(ways), unit="run", disable=None) as bar:
         for _ in range(args.rounds):
             for (case, engine), way in itertools.product(engines.items(), ways):
-                gather = max(1, round(args.gather * case.batch))
-                outcomes[case, way].append(serve(engine, new_tokens, machine, gather, **ways[way]))
+                outcomes[case, way].append(serve(engine, new_tokens, machine, args.gather, **ways[way]))
                 bar.update()
 
     def median_ratio(over: tuple[Case, str], under: tuple[Case, str]) -> float:

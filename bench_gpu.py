@@ -294,11 +294,11 @@ def generation(run: Run):
                 way: Engine(model, max_batch=batch, compile=compile) for way, compile in ways.items()
             }
             for engine in engines.values():  # captures, and compiles
-                serve(engine, [4] * 2 * batch, run.machine, 1)
+                serve(engine, [4] * 2 * batch, run.machine)
             outcomes = {way: [] for way in ways}
             for _ in range(run.sizes.rounds // 2 + 1):
                 for way, engine in engines.items():
-                    outcomes[way].append(serve(engine, new_tokens, run.machine, 1))
+                    outcomes[way].append(serve(engine, new_tokens, run.machine))
             speeds[name] = {way: [o.speed for o in found] for way, found in outcomes.items()}
             row = {"case": name, "tokens/s": {w: statistics.median(x) for w, x in speeds[name].items()}}
             if "vanilla" in speeds:

@@ -39,12 +39,6 @@ def pick_device(name: str) -> str:
     return name
 
 
-def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that there is no memory; PyTorch has a type for it on GPUs alone."""
-    no_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return no_memory or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
-
-
 def halvings(n: int, least: int) -> list[int]:
     """n, half of it and so on, not below `least`, ascending: [26, 51] for 51 and 16."""
     return [*halvings(-(-n // 2), least), n] if n >= 2 * least else [n]
@@ -98,9 +92,10 @@ class Engine:
     To compute in bfloat16, convert model.model: the routers beside it decide in float32.
     max_batch: requests that are computed at once. max_len: tokens of a request, prompt and all; by
     default the model's context. kv_bytes: size of the pool of keys and values; by default what max_batch
-    requests of max_len tokens can need. chunk: prompt tokens that start in one step. gather: tokens that
-    are done wait until there are so many, or none is left that is not. continuous=False is static
-    batching, for comparison: all tokens of a batch wait for the deepest, all requests for the longest.
+    requests of max_len tokens can need. chunk: prompt tokens that start in one step. gather: the head,
+    often larger than the block, runs once this share of the requests in flight is done; at 0 none waits.
+    continuous=False is static batching, for comparison: all tokens of a batch wait for the deepest, all
+    requests for the longest.
     encoding: what the tokens mean; then requests end with <|endoftext|>, get no token that is no text,
     and may name stop texts. max_depth caps the recursion steps. compile: passes without prompts are made
     for a few fixed numbers of rows, compiled on a CPU and captured as graphs on a GPU.
@@ -108,7 +103,7 @@ class Engine:
 
     def __init__(
         self, model: MoR, *, max_batch=32, max_len: int | None = None, kv_bytes: int | None = None,
-        chunk=256, gather=1, continuous=True, max_depth: int | None = None,
+        chunk=256, gather=0.5, continuous=True, max_depth: int | None = None,
         encoding: tiktoken.Encoding | None = None, attention="auto", compile=False,
     ):  # fmt: skip
         c, weight = model.config, model.model.norm.weight
@@ -118,11 +113,12 @@ class Engine:
             ("max_batch", max_batch, math.inf),
             ("max_len", max_len, c.block_size),
             ("chunk", chunk, math.inf),
-            ("gather", gather, math.inf),
             ("max_depth", max_depth, c.n_recursion),
         ):
             if not 1 <= value <= largest:
                 raise ValueError(f"{name}={value} must lie from 1 to {largest}.")
+        if not 0 <= gather <= 1:
+            raise ValueError(f"gather={gather} must lie from 0 to 1.")
         if encoding is not None and encoding.n_vocab > c.vocab_size:
             raise ValueError(
                 f"the model knows {c.vocab_size} of the encoding's {encoding.n_vocab} tokens."
@@ -219,8 +215,8 @@ class Engine:
         on_way = np.bincount(flight["slot"], minlength=len(self.slots))
         done = np.bincount(flight["slot"][flight["done"]], minlength=len(self.slots))
         ready = (on_way > 0) & (on_way == done)
-        gather = self.gather if self.continuous else len(self.slots)
-        if not ready.any() or (ready.sum() < gather and not flight["done"].all()):
+        gather = self.gather if self.continuous else 1
+        if ready.sum() < max(1, gather * (on_way > 0).sum()):
             return []
         rows, slots, counts = self.by_slot(ready[flight["slot"]])
         row, s, last = flight[rows], self.slots[slots], counts.cumsum() - 1

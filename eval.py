@@ -19,12 +19,13 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+from command import exit_status
 from dataset import Windows, open_dataset, whole_file
-from engine import Engine, out_of_memory, pick_device
+from engine import Engine, pick_device
 from model import CHUNK_LOGITS, MoR
 from ragged import ragged_batch
 from sampling import SamplingParams
-from settings import MOST_PASSES, TrainConfig, build, open_streams, silence
+from settings import MOST_PASSES, TrainConfig, build
 from text import pieces
 from tokenizer import usable_ids
 from validation import batches_of, rules, validate
@@ -302,28 +303,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0, 2 for bad input, 130 after Ctrl-C, 141 where nobody reads the output."""
-    open_streams()
-    try:
-        evaluate(read_arguments(argv))
-        sys.stdout.flush()
-        return 0
-    except ValueError as error:
-        problem, status = error, 2
-    except KeyboardInterrupt:
-        print("interrupted.", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        silence(sys.stdout)  # or Python complains at exit
-        return 141
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        problem, status = "there is too little memory; give a smaller --batch_size.", 2
-    except OSError as error:
-        problem, status = f"{error.filename or 'the output'} cannot be used: {error.strerror}.", 1
-    print(f"error: {problem}", file=sys.stderr)
-    return status
+    return exit_status(lambda: evaluate(read_arguments(argv)), smaller="--batch_size")
 
 
 if __name__ == "__main__":

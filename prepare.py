@@ -28,8 +28,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from command import lasting_output
 from dataset import locked, open_shard, whole_file, write_shard
-from settings import lasting_output
 from tokenizer import get_encoding, token_bytes
 
 # A source in pieces, each an iterator over its documents from a given one on.

@@ -24,12 +24,12 @@ import numpy as np
 import tiktoken
 
 import checkpoint
+from command import exit_status
 from dataset import whole_file
-from engine import Engine, Event, out_of_memory, pick_device
+from engine import Engine, Event, pick_device
 from model import MoR
 from modelconfig import MOST
 from sampling import SamplingParams
-from settings import open_streams, silence
 from text import pieces
 
 # ---- depths in the terminal and on a page --------------------------------------------------------
@@ -334,37 +334,21 @@ def compare(args: argparse.Namespace, text: str) -> int:
     return 0
 
 
+def sample(args: argparse.Namespace) -> int:
+    """What the arguments ask for; the exit status."""
+    if args.html:
+        inputs = [args.checkpoint, Path(args.prompt_file or args.checkpoint)]
+        require_writable(args.html, inputs)
+    if args.compare:
+        return compare(args, read_prompt(args))
+    _, model, encoding = checkpoint.load_trained(args.checkpoint, pick_device(args.device))
+    if args.interactive:
+        return converse(args, model, encoding)
+    return print_samples(args, model, encoding, read_prompt(args))
+
+
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0, 2 for bad input, 130 after Ctrl-C, 141 where nobody reads the output."""
-    open_streams()
-    try:
-        args = read_arguments(argv)
-        if args.html:
-            inputs = [args.checkpoint, Path(args.prompt_file or args.checkpoint)]
-            require_writable(args.html, inputs)
-        if args.compare:
-            return compare(args, read_prompt(args))
-        _, model, encoding = checkpoint.load_trained(args.checkpoint, pick_device(args.device))
-        if args.interactive:
-            return converse(args, model, encoding)
-        return print_samples(args, model, encoding, read_prompt(args))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted.", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        silence(sys.stdout)  # or Python complains at exit
-        return 141
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        print("error: there is too little memory; give a smaller --num_samples.", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: the output cannot be written: {error.strerror}.", file=sys.stderr)
-        return 1
+    return exit_status(lambda: sample(read_arguments(argv)), smaller="--num_samples")
 
 
 if __name__ == "__main__":

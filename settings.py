@@ -3,16 +3,10 @@
 A setting is a field of ModelConfig (modelconfig.py) or of TrainConfig (below); its default, type and
 line of help stand there. Later sources win: preset, config file, command line. A config file holds
 plain assignments of literals. Unknown keys and wrong types are refused with the nearest known key.
-At the end stand the streams and signals of a command.
 """
 
 import ast
 import math
-import os
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -258,78 +252,3 @@ def help_text(program: str) -> str:
             default = f.default if f.default not in ("", ()) else "–"
             lines.append(f"  --{f.name}={default}".ljust(40) + f.metadata["help"])
     return "\n".join(lines)
-
-
-# ---- streams and signals of a command ----------------------------------------------------------------
-
-
-def open_streams() -> None:
-    """Closed streams become the null device; what a terminal cannot spell is printed as `?`."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-    sys.stdout.reconfigure(errors="replace")
-
-
-def silence(stream) -> None:
-    """What is written to a broken stream is dropped from here on."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-class Unbreakable:
-    """An output stream whose reader may leave, or whose disk may fill: it falls silent."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        try:
-            self.stream.write(text)
-        except OSError:
-            silence(self.stream)
-        self.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        try:
-            self.stream.flush()
-        except OSError:
-            silence(self.stream)
-
-
-@contextmanager
-def lasting_output() -> Iterator[None]:
-    """Work goes on here whatever becomes of stdout and stderr."""
-    open_streams()
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(Unbreakable, before)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
-
-
-@contextmanager
-def stop_on_signals():
-    """Collects what asks to stop, for the loop to finish its step and save; a second Ctrl-C breaks."""
-    received, asking = [], [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-        asking.append(signal.SIGHUP)
-
-    def note(number, frame):
-        if received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        # A large model's step takes minutes on a CPU. Not `print`, which this may have interrupted.
-        if number == signal.SIGINT and os.isatty(2) and "RANK" not in os.environ:
-            os.write(2, b"\nstopping after this step; Ctrl-C again to leave at once, unsaved\n")
-        received.append(number)
-
-    before = {number: signal.signal(number, note) for number in asking}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -189,26 +189,6 @@ def test_a_missing_library_is_told_before_the_work(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("run: pip install transformers.\n")
 
 
-@pytest.mark.parametrize(
-    "error, status, told",
-    [
-        (KeyboardInterrupt(), 130, "interrupted.\n"),
-        (MemoryError(), 2, "error: there is too little memory; give smaller sizes.\n"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "too little memory"),
-        (BrokenPipeError(), 141, ""),
-        (OSError(28, "No space left"), 1, "error: the output cannot be used: No space left.\n"),
-    ],
-)
-def test_what_ends_a_benchmark_is_told_in_a_sentence(monkeypatch, capfd, error, status, told):
-    def fail(device):
-        raise error
-
-    monkeypatch.setattr(bench_generate, "Machine", fail)
-    monkeypatch.setattr(bench, "silence", lambda stream: None)
-    assert bench.main(["generate"]) == status
-    assert told in capfd.readouterr().err
-
-
 def test_lengths_are_normal_around_the_mean():
     drawn = bench_generate.lengths(1000, 256)
     assert min(drawn) >= 1 and max(drawn) < 512

@@ -87,7 +87,7 @@ def test_greedy_equals_the_full_pass_whatever_shares_the_batch(kind, kv_mode):
     requests, depths, n_put_back = random_requests(g, 7, 24), set(), 0
     longest = max(len(t) + p.max_new_tokens for t, p in requests)
     for given in (
-        dict(max_batch=3, chunk=5, gather=2),
+        dict(max_batch=3, chunk=5, gather=0),
         dict(continuous=False),
         dict(max_batch=6, chunk=7, kv_bytes=pool_bytes(model, longest)),
     ):
@@ -144,7 +144,7 @@ def test_a_sample_depends_on_its_seed_alone(kind):
         )
     ]
     alone = [run(Engine(model), [request])[0] for request in requests]
-    for given in (dict(max_batch=6), dict(max_batch=2, chunk=3, gather=2)):
+    for given in (dict(max_batch=6), dict(max_batch=2, chunk=3, gather=0.9)):
         order = g.permutation(6)
         together = run(Engine(model, **given), [requests[i] for i in order], g)
         for i, events in zip(order, together):
@@ -420,7 +420,7 @@ def test_continuous_batching_needs_fewer_passes_and_static_waits():
     requests = [([int(t)], SamplingParams(int(n), 0)) for t, n in g.integers(1, 30, (24, 2))]
     passes = {}
     for continuous in (True, False):
-        engine = Engine(model, max_batch=6, continuous=continuous)
+        engine = Engine(model, max_batch=6, gather=0, continuous=continuous)
         run(engine, requests)
         passes[continuous] = engine.ran["block"]
         n_row = engine.ran["rows"]
@@ -433,7 +433,7 @@ def test_tokens_that_are_done_wait_for_others():
     model = random_model("expert_random", "recursion", 0)
     requests = [([t] * (t + 1), SamplingParams(12, 0)) for t in range(8)]
     leaving = {}
-    for gather in (1, 6):
+    for gather in (0, 0.75):
         engine = Engine(model, max_batch=8, gather=gather)
         for request in requests:
             engine.submit(*request)
@@ -441,8 +441,8 @@ def test_tokens_that_are_done_wait_for_others():
         while engine.busy():
             counts.append(len({e.request for e in engine.step()}))
         leaving[gather] = [n for n in counts if n]
-    assert sum(n >= 6 for n in leaving[6]) > 0.8 * len(leaving[6])
-    assert len(leaving[6]) < len(leaving[1])
+    assert sum(n >= 6 for n in leaving[0.75]) > 0.8 * len(leaving[0.75])
+    assert len(leaving[0.75]) < len(leaving[0])
 
 
 def test_the_youngest_is_put_back_and_the_first_come_are_first_served():
@@ -472,7 +472,7 @@ def test_a_step_may_put_back_many():
         (dict(max_batch=0), "max_batch=0 must lie from 1"),
         (dict(max_len=65), "max_len=65 must lie from 1 to 64"),
         (dict(chunk=0), "chunk=0"),
-        (dict(gather=0), "gather=0"),
+        (dict(gather=1.5), "gather=1.5 must lie from 0 to 1"),
         (dict(max_depth=4), "max_depth=4 must lie from 1 to 3"),
         (dict(encoding=BYTES), "knows 61 of the encoding's 257 tokens"),
     ],

@@ -549,21 +549,3 @@ def test_too_many_examples_and_closed_folders_are_told(capsys, monkeypatch, tmp_
     monkeypatch.setattr("eval.os.access", lambda path, mode: False)
     assert main([*flags, "--tasks=t"]) == 2
     assert f"{tmp_path} cannot be written to; give another --output" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "error, status, says",
-    [
-        (
-            torch.OutOfMemoryError("x"),
-            2,
-            "error: there is too little memory; give a smaller --batch_size.\n",
-        ),
-        (OSError(28, "No space left"), 1, "error: the output cannot be used: No space left.\n"),
-        (OSError(13, "denied", "val.bin"), 1, "error: val.bin cannot be used: denied.\n"),
-        (KeyboardInterrupt(), 130, "interrupted.\n"),
-    ],
-)
-def test_what_the_world_does_is_told(capsys, monkeypatch, error, status, says):
-    monkeypatch.setattr("eval.evaluate", lambda args: (_ for _ in ()).throw(error))
-    assert main([]) == status and capsys.readouterr().err == says

@@ -22,15 +22,16 @@ import checkpoint
 import distributed
 import router as routing
 from branches import Branch, check_resumed, learning_rate, plan, warmup_iters
+from command import lasting_output, out_of_memory, stop_on_signals
 from dataset import Windows, document_cu_seqlens, open_dataset
 from distributed import RANK, WORLD
-from engine import Engine, out_of_memory, pick_device
+from engine import Engine, pick_device
 from flops import run_steps, train_step_flops
 from measure import PEAK_FLOPS, fitting_batch
 from model import MoR
 from modelconfig import ModelConfig
 from sampling import SamplingParams
-from settings import TrainConfig, build, help_text, lasting_output, parse, split_batch, stop_on_signals
+from settings import TrainConfig, build, help_text, parse, split_batch
 from text import pieces
 from tokenizer import get_encoding
 from validation import batches_of, mean_figures, rules, validate
