@@ -183,7 +183,10 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     generate.add_argument("--tokens", type=count, default=64, help="64 new tokens a request, on average")
     generate.add_argument("--requests", type=count, help="requests; by default twice the batch")
     generate.add_argument(
-        "--gather", type=share, default=0.5, help="0.5; share of the batch that leaves together"
+        "--gather",
+        type=share,
+        default=0.5,
+        help="0.5; share in flight that must be done for any to leave",
     )
     generate.add_argument("--compile", action="store_true", help="compiled passes; on a GPU, graphs")
     generate.add_argument("--rounds", type=count, default=1, help="1 timed round")
@@ -212,7 +215,7 @@ def main(argv: list[str]) -> int:
         args = read_arguments(argv)
         args.run(args)
 
-    return exit_status(work, smaller="size")
+    return exit_status(work, instead="smaller sizes")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
     active: list[float]  # share of the tokens that took each step
     n_pass: int  # of the shared block
     occupancy: float  # mean share of the batch in a pass of the shared block
-    weights: float  # bytes of weights read for a token
+    weight_bytes: float  # read for a token
     cache: int  # bytes in use when they were most
     n_put_back: int
 
@@ -100,7 +100,7 @@ def serve(
     config, n_slot = engine.model.config, len(engine.slots)
     engine.continuous, engine.gather = continuous, gather
     engine.ran.clear()
-    engine.n_put_back = 0
+    engine.n_row = engine.n_put_back = 0
     engine.kv.least_free = engine.kv.n_free
     for number, n in enumerate(new_tokens):
         engine.submit([number % config.vocab_size], SamplingParams(n, temperature=0))
@@ -122,11 +122,17 @@ def serve(
         sum(new_tokens),
         active,
         ran["block"],
-        ran["rows"] / ran["block"] / n_slot,
+        engine.n_row / ran["block"] / n_slot,
         weights_read(engine) / sum(new_tokens),
         engine.kv.most_bytes(),
         engine.n_put_back,
     )
+
+
+def warm_up(engine: Engine, machine: Machine) -> None:
+    """Makes the passes of every fixed size, before a clock runs."""
+    for size in {*engine.outer_sizes, *engine.block_sizes}:
+        serve(engine, [4] * size, machine, continuous=False)  # all enter, and leave, together
 
 
 def weights_read(engine: Engine) -> int:
@@ -200,8 +206,8 @@ def peaks(machine: Machine) -> tuple[float, float]:
 
 @torch.no_grad()
 def linear_seconds(engine: Engine, machine: Machine) -> float:
-    """Seconds of the matrices of one forward pass alone, in PyTorch, for a row of every request; where
-    an engine's passes are compiled, so are these."""
+    """Seconds of the matrices of one forward pass, each by itself, for a row of every request; compiled
+    where the engine's passes are."""
     model, batch = engine.model.model, len(engine.slots)
     unrolled = [model.layers[physical] for physical in engine.model.config.plan]
     linear = [m for layer in unrolled for m in layer.modules() if isinstance(m, nn.Linear)]
@@ -213,13 +219,14 @@ def linear_seconds(engine: Engine, machine: Machine) -> float:
 
     # One input for all would make one matrix of all.
     with torch._inductor.config.patch({"cpp.enable_concat_linear": False}):
-        return fastest(machine, torch.compile(products) if engine.fast else products)
+        compiled = engine.fast and not machine.on_gpu  # there they are graphs
+        return fastest(machine, torch.compile(products) if compiled else products)
 
 
 @torch.no_grad()
 def beside_transformers(engine: Engine, tokens: int, machine: Machine) -> tuple[float, float]:
-    """Seconds of a token of every request in one full batch, greedily: here, and how many times as many
-    by the transformers library with a Llama of the same size; medians of three turns."""
+    """Seconds that a full batch takes for a token each, greedily, and how many times as long the
+    transformers library takes with a Llama of the same size; medians of three turns."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config, batch = engine.model.config, len(engine.slots)
@@ -259,7 +266,7 @@ def make_engines(args: argparse.Namespace, machine: Machine) -> dict[Case, Engin
             models[case.name], max_batch=case.batch, max_len=2 * args.tokens, kv_bytes=kv_bytes,
             compile=args.compile,
         )  # fmt: skip
-        serve(engine, [4] * 2 * case.batch, machine)
+        warm_up(engine, machine)
     return engines
 
 
@@ -303,7 +310,7 @@ def bench_generate(args: argparse.Namespace) -> None:
         if case is not base:
             ratio = median_ratio((case, "continuous"), (base, "continuous"))
             promised = implied(case.config, last.active, args.tokens)
-            reads = outcomes[base, "continuous"][-1].weights / last.weights
+            reads = outcomes[base, "continuous"][-1].weight_bytes / last.weight_bytes
         rows.append(
             [
                 case.name,
@@ -342,8 +349,8 @@ def bench_generate(args: argparse.Namespace) -> None:
             f"the floor {1e3 * least:.0f}"
         )
         if args.transformers:
-            taken, ratio = beside_transformers(engines[case], args.tokens, machine)
+            seconds, ratio = beside_transformers(engines[case], args.tokens, machine)
             print(
-                f"{name}: a full batch at {case.batch / taken:.1f} tokens/s, {ratio:.2f} times "
-                f"transformers; the floor would be {ratio * taken / least:.2f} times"
+                f"{name}: a full batch at {case.batch / seconds:.1f} tokens/s, {ratio:.2f} times "
+                f"transformers; the floor would be {ratio * seconds / least:.2f} times"
             )

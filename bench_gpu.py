@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import kernels
-from bench_generate import implied, lengths, random_model, serve
+from bench_generate import implied, lengths, random_model, serve, warm_up
 from dataset import whole_file
 from engine import Engine
 from flops import exact_flops, train_step_flops
@@ -294,7 +294,7 @@ def generation(run: Run):
                 way: Engine(model, max_batch=batch, compile=compile) for way, compile in ways.items()
             }
             for engine in engines.values():  # captures, and compiles
-                serve(engine, [4] * 2 * batch, run.machine)
+                warm_up(engine, run.machine)
             outcomes = {way: [] for way in ways}
             for _ in range(run.sizes.rounds // 2 + 1):
                 for way, engine in engines.items():

@@ -1,7 +1,8 @@
 """What a command owes those who run it: exit statuses, streams and signals.
 
-Bad input is one sentence and status 2, Ctrl-C is 130, and a reader who has gone, as `head` does, is 141.
-Long work outlives its terminal, and ends at a signal only once its step is done and saved.
+`exit_status` serves benchmarks, evaluation and samples: bad input or too little memory is one sentence
+and status 2, a file or an output that cannot be used 1, Ctrl-C 130, and a reader who has gone, as `head`
+does, 141. Training outlives its terminal, and ends at a signal only once its step is done and saved.
 """
 
 import os
@@ -13,10 +14,10 @@ from contextlib import contextmanager
 import torch
 
 
-def exit_status(work: Callable[[], int | None], smaller: str) -> int:
-    """Does the work of a command: the status that it returns, or that of what stopped it, as told.
+def exit_status(work: Callable[[], int | None], instead: str) -> int:
+    """Does a command's work: the status that it returns, or that of what stopped it, told on stderr.
 
-    smaller: what to give smaller where memory is too little.
+    instead: what to give where memory is too little.
     """
     open_streams()
     try:
@@ -34,8 +35,10 @@ def exit_status(work: Callable[[], int | None], smaller: str) -> int:
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        problem, status = f"there is too little memory; give a smaller {smaller}.", 2
+        problem, status = f"there is too little memory; give {instead}.", 2
     except OSError as error:
+        if error.filename is None:
+            silence(sys.stdout)  # or what it holds fails once more at exit
         problem, status = f"{error.filename or 'the output'} cannot be used: {error.strerror}.", 1
     print(f"error: {problem}", file=sys.stderr)
     return status

@@ -1,9 +1,10 @@
 """Inference: a batch that is refilled whenever a token leaves, at whatever depth (paper section 3).
 
 Requests wait in a queue, take a slot each, and hold pages of one pool (kvcache.py). In every engine step
-the tokens that are done run the last layer and the head, those that follow them the first layer, and
-then all tokens in flight the shared block, whatever their depth (passes.py). Prompts are read in chunks
-among them. When pages run out, the youngest request is put back, to be computed again later.
+tokens that are done, once they are enough, run the last layer and the head, those that follow them the
+first layer, and then all tokens in flight the shared block, whatever their depth (passes.py). Prompts
+are read in chunks among them. When pages run out, the youngest request is put back, to be computed again
+later.
 """
 
 import collections
@@ -40,7 +41,7 @@ def pick_device(name: str) -> str:
 
 
 def halvings(n: int, least: int) -> list[int]:
-    """n, half of it and so on, not below `least`, ascending: [26, 51] for 51 and 16."""
+    """n and halves of it, rounded up, down to `least`, ascending: [26, 51] for 51 and 16."""
     return [*halvings(-(-n // 2), least), n] if n >= 2 * least else [n]
 
 
@@ -92,8 +93,9 @@ class Engine:
     To compute in bfloat16, convert model.model: the routers beside it decide in float32.
     max_batch: requests that are computed at once. max_len: tokens of a request, prompt and all; by
     default the model's context. kv_bytes: size of the pool of keys and values; by default what max_batch
-    requests of max_len tokens can need. chunk: prompt tokens that start in one step. gather: the head,
-    often larger than the block, runs once this share of the requests in flight is done; at 0 none waits.
+    requests of max_len tokens can need. chunk: prompt tokens that start in one step. gather: tokens that
+    are done wait until this share of the requests in flight is, since the last layer and the head, whose
+    weights are many, are then read once for all of them; at 0 none waits.
     continuous=False is static batching, for comparison: all tokens of a batch wait for the deepest, all
     requests for the longest.
     encoding: what the tokens mean; then requests end with <|endoftext|>, get no token that is no text,
@@ -130,10 +132,10 @@ class Engine:
         )
         self.passes = Passes(model, self.kv)
         self.fast = of_fixed_sizes(self.passes) if compile else None
-        # Numbers of rows that the outer passes, and that of the shared block, are made for. A graph is
-        # captured in a moment; a compilation takes long, and few rows cost a CPU no less than some.
-        self.sizes = halvings(max_batch, 1 if weight.is_cuda else 16)
-        self.block_sizes = self.sizes if weight.is_cuda else [max_batch]
+        # Numbers of rows that fixed passes are made for. A graph is captured in a moment; a compilation
+        # takes long, and of the shared block, which is full most of the time, one must do.
+        self.outer_sizes = halvings(max_batch, 1 if weight.is_cuda else 16)
+        self.block_sizes = self.outer_sizes if weight.is_cuda else [max_batch]
         self.waiting: collections.deque[Request] = collections.deque()
         self.unread: collections.deque[Event] = collections.deque()  # of a step, while `stream` rests
         self.n_submitted = self.n_put_back = 0
@@ -143,7 +145,8 @@ class Engine:
         self.tokens = np.zeros((max_batch, max_len + 1), int)
         self.flight = np.zeros(0, ROW)  # tokens on their way,
         self.state: Tokens | None = None  # … and what the passes keep of each
-        self.ran = collections.Counter()  # passes so far by name, and tokens in those of the block
+        self.ran = collections.Counter()  # passes so far, by name
+        self.n_row = 0  # tokens in those of the shared block
         if encoding is not None:
             self.usable = torch.from_numpy(usable_ids(encoding)).to(weight.device)
 
@@ -210,7 +213,7 @@ class Engine:
         return events
 
     def leave(self) -> list[Event]:
-        """Last layer, head and sampling, for slots whose tokens on their way are all done."""
+        """Last layer, head and sampling, for slots whose tokens are all done, once these are enough."""
         flight = self.flight
         on_way = np.bincount(flight["slot"], minlength=len(self.slots))
         done = np.bincount(flight["slot"][flight["done"]], minlength=len(self.slots))
@@ -223,7 +226,7 @@ class Engine:
         read_all = s["seen"] == s["length"]
         grows = read_all & (s["length"] < s["limit"])
         passes, kv, fill = self.prepare(slots, counts, row["pos"], self.kv.outer[1:])
-        self.ran.update(leave=1)
+        self.ran["leave"] += 1
         logits = passes.leave(self.state.x[fill(rows)], fill(last[grows]), kv)[: grows.sum()]
         self.drop(rows)
 
@@ -307,7 +310,7 @@ class Engine:
         new["slot"] = slots.repeat(counts)
         new["pos"] = np.arange(len(new)) + (s["seen"][slots] + counts - counts.cumsum()).repeat(counts)
         passes, kv, fill = self.prepare(slots, counts, new["pos"], self.kv.outer[:1])
-        self.ran.update(enter=1)
+        self.ran["enter"] += 1
         state, done = passes.enter(fill(self.tokens[new["slot"], new["pos"]]), kv)
         state, new["done"] = state.take(slice(len(new))), done[: len(new)].cpu().numpy()
         s["seen"][slots] += counts
@@ -329,7 +332,8 @@ class Engine:
         self.state.put(self.kv.on_device(rows), state.take(slice(len(rows))))
         self.flight["step"][rows] += 1
         self.flight["done"][rows] = done[: len(rows)].cpu().numpy()
-        self.ran.update(block=1, rows=len(rows))
+        self.ran["block"] += 1
+        self.n_row += len(rows)
         return True
 
     # ---- what the steps need ----
@@ -341,8 +345,8 @@ class Engine:
         """
         passes, size = self.passes, 0
         if self.fast is not None and len(pos) == len(slots):
-            sizes = self.sizes if step is None else self.block_sizes
-            passes, size = self.fast, next(size for size in sizes if size >= len(slots))
+            sizes = self.outer_sizes if step is None else self.block_sizes
+            passes, size = self.fast, next(n for n in sizes if n >= len(slots))
 
         def fill(x: np.ndarray, value=0) -> np.ndarray:
             return np.append(x, np.full(size - len(x), value, x.dtype)) if len(x) < size else x

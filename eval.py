@@ -303,7 +303,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return exit_status(lambda: evaluate(read_arguments(argv)), smaller="--batch_size")
+    return exit_status(lambda: evaluate(read_arguments(argv)), instead="a smaller --batch_size")
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ class Passes:
         c, x = self.config, tokens.x
         y = self.model.run(self.shared_block, x, kv.mask.queries, kv)
         done = step + 1 == self.n_step
+        # Tokens are made of all their fields: torch 2.11 cannot compile `_replace` here.
         if c.routing == "none":
             return Tokens(y, None, None, None), done
         if c.routing == "token":

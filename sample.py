@@ -348,7 +348,7 @@ def sample(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return exit_status(lambda: sample(read_arguments(argv)), smaller="--num_samples")
+    return exit_status(lambda: sample(read_arguments(argv)), instead="a smaller --num_samples")
 
 
 if __name__ == "__main__":

@@ -23,13 +23,13 @@ def test_what_stops_a_command_is_told_in_a_sentence(monkeypatch, capsys, error, 
         raise error
 
     monkeypatch.setattr(command, "silence", lambda stream: None)
-    assert exit_status(work, smaller="--batch") == status
+    assert exit_status(work, instead="a smaller --batch") == status
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == (told != "")
 
 
 def test_a_command_that_is_not_stopped_has_its_own_status(capsys):
-    assert [exit_status(lambda: n, smaller="") for n in (None, 0, 3)] == [0, 0, 3]
+    assert [exit_status(lambda: n, instead="") for n in (None, 0, 3)] == [0, 0, 3]
     assert capsys.readouterr().err == ""
 
 
@@ -38,4 +38,4 @@ def test_an_error_of_ours_keeps_its_traceback():
         raise RuntimeError("shapes differ")
 
     with pytest.raises(RuntimeError, match="shapes differ"):
-        exit_status(work, smaller="")
+        exit_status(work, instead="")

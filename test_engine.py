@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import passes
-from engine import Engine, Event
+from engine import Engine, Event, halvings
 from model import MoR
 from modelconfig import ModelConfig
 from ragged import ragged_batch
@@ -217,7 +217,7 @@ def check_fixed(kind, kv_mode, sizes):
     model, g = random_model(kind, kv_mode, 0), np.random.default_rng(0)
     requests = random_requests(g, 8, 20)
     engine = Engine(model, max_batch=6, chunk=8, compile=True)
-    engine.sizes = engine.block_sizes = sizes
+    engine.outer_sizes, engine.block_sizes = sizes, sizes[-1:]
     for events, request in zip(run(engine, requests, g), requests):
         check_greedy(model, events, request)
 
@@ -234,10 +234,15 @@ def test_passes_of_fixed_sizes_are_filled_up_with_nobody(monkeypatch, kind, kv_m
     assert sizes == {1, 4, 6}
 
 
+def test_halvings():
+    given = (51, 16), (4, 16), (6, 1)
+    assert [halvings(*x) for x in given] == [[26, 51], [4], [1, 2, 3, 6]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, kv_mode", FIXED)
 def test_compiled_passes_generate_the_same(kind, kv_mode):
-    check_fixed(kind, kv_mode, [6])
+    check_fixed(kind, kv_mode, [3, 6])
 
 
 class PretendedGraph:
@@ -423,7 +428,7 @@ def test_continuous_batching_needs_fewer_passes_and_static_waits():
         engine = Engine(model, max_batch=6, gather=0, continuous=continuous)
         run(engine, requests)
         passes[continuous] = engine.ran["block"]
-        n_row = engine.ran["rows"]
+        n_row = engine.n_row
     n_new = sum(p.max_new_tokens for _, p in requests)
     assert n_new < n_row < 3 * n_new  # tokens take from 1 to 3 steps
     assert passes[True] < 0.7 * passes[False]

@@ -401,5 +401,6 @@ def test_unwritable_output_is_told(saved):
         pytest.skip("needs /dev/full")
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "sample.py", f"--checkpoint={saved}", "--prompt=x"]
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE)
+        buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, env=buffered)
     assert done.returncode == 1 and done.stderr.startswith(b"error: the output cannot be used")
