@@ -95,9 +95,8 @@ class Engine:
     default the model's context. kv_bytes: size of the pool of keys and values; by default what max_batch
     requests of max_len tokens can need. chunk: prompt tokens that start in one step. gather: tokens that
     are done wait until this share of the requests in flight is, since the last layer and the head, whose
-    weights are many, are then read once for all of them; at 0 none waits.
-    continuous=False is static batching, for comparison: all tokens of a batch wait for the deepest, all
-    requests for the longest.
+    weights are many, are then read once for all of them; at 0 none waits. continuous=False is static
+    batching, for comparison: all tokens of a batch wait for the deepest, all requests for the longest.
     encoding: what the tokens mean; then requests end with <|endoftext|>, get no token that is no text,
     and may name stop texts. max_depth caps the recursion steps. compile: passes without prompts are made
     for a few fixed numbers of rows, compiled on a CPU and captured as graphs on a GPU.
